@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from vllm_kvplug.errors import SettingsError
-from vllm_kvplug.eviction import registry as eviction_registry
+from vllm_kvplug import eviction as eviction_policies
 
 
 class Settings(BaseModel):
@@ -24,8 +24,8 @@ class Settings(BaseModel):
     @field_validator("eviction")
     @classmethod
     def _known_policy(cls, name: str) -> str:
-        if name not in eviction_registry.names():
-            raise ValueError(f"expected one of {', '.join(eviction_registry.names())}")
+        if name not in eviction_policies.names():
+            raise ValueError(f"expected one of {', '.join(eviction_policies.names())}")
         return name
 
     @classmethod

@@ -1,0 +1,153 @@
+"""What callers see of blocks: `KVCacheBlocks`, the manager's answer, and `BlockView`, one block of it.
+
+Inside the package a block is its id, an int. Objects exist only for those who ask for them (KV connectors, metrics, tests), so a
+pool of any size costs no object for each block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, overload
+
+if TYPE_CHECKING:
+    from vllm_kvplug.block_pool import BlockPool
+
+
+class BlockView:
+    """One block of a pool, as it is at the moment of asking. Equal to every other view of the same block."""
+
+    __slots__ = ("__weakref__", "_pool", "block_id")
+
+    def __init__(self, pool: BlockPool, block_id: int) -> None:
+        self._pool = pool
+        self.block_id = block_id
+
+    @property
+    def ref_cnt(self) -> int:
+        """How many requests hold the block."""
+        return self._pool.reference_counts[self.block_id]
+
+    @property
+    def block_hash(self) -> bytes | None:
+        """The key that the block is cached under: its hash and, in the last four bytes, its group (big endian). None: not cached."""
+        block_hash = self._pool.block_hashes[self.block_id]
+        if block_hash is None:
+            return None
+        return block_hash + self._pool.block_group_ids[self.block_id].to_bytes(4, "big")
+
+    @property
+    def is_null(self) -> bool:
+        """Whether this is the placeholder for a position without a block."""
+        return self.block_id == 0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, BlockView) and self._pool is other._pool and self.block_id == other.block_id
+
+    def __hash__(self) -> int:
+        return hash((id(self._pool), self.block_id))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(block_id={self.block_id}, ref_cnt={self.ref_cnt}, block_hash={self.block_hash!r})"
+
+
+class BlockSequence(Sequence[BlockView]):
+    """A row of blocks: made from a list of ids, each block's view built when it is asked for."""
+
+    __slots__ = ("_pool", "block_ids")
+
+    def __init__(self, pool: BlockPool, block_ids: Sequence[int]) -> None:
+        self._pool = pool
+        self.block_ids = block_ids
+
+    def __len__(self) -> int:
+        return len(self.block_ids)
+
+    @overload
+    def __getitem__(self, index: int) -> BlockView: ...
+    @overload
+    def __getitem__(self, index: slice) -> BlockSequence: ...
+    def __getitem__(self, index: int | slice) -> BlockView | BlockSequence:
+        if isinstance(index, slice):
+            return BlockSequence(self._pool, self.block_ids[index])
+        return self._pool.view(self.block_ids[index])
+
+    def __iter__(self) -> Iterator[BlockView]:
+        return map(self._pool.view, self.block_ids)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, BlockSequence) and other._pool is self._pool:
+            return list(self.block_ids) == list(other.block_ids)
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]  # as a list
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({list(self.block_ids)})"
+
+
+class KVCacheBlocks:
+    """Blocks by group, the manager's answer to the scheduler: `blocks[group][i]` holds the i-th block of tokens.
+
+    Built from rows of block objects (anything with a `block_id`), or by `of_ids` from rows of ids.
+    """
+
+    __slots__ = ("_block_ids", "_blocks", "_pool")
+
+    def __init__(self, blocks: tuple[Sequence[Any], ...]) -> None:
+        self._blocks: tuple[Sequence[Any], ...] | None = blocks
+        self._block_ids: tuple[Sequence[int], ...] | None = None
+        self._pool: BlockPool | None = None
+
+    @classmethod
+    def of_ids(cls, pool: BlockPool, block_ids: tuple[Sequence[int], ...]) -> KVCacheBlocks:
+        """Blocks of `pool` by id. The rows are kept, not copied."""
+        self = cls.__new__(cls)
+        self._blocks, self._block_ids, self._pool = None, block_ids, pool
+        return self
+
+    @property
+    def block_ids(self) -> tuple[Sequence[int], ...]:
+        """`block_ids[group][i]`. Not a copy: read only."""
+        if self._block_ids is not None:
+            return self._block_ids
+        return tuple([block.block_id for block in row] for row in self.blocks)
+
+    @property
+    def blocks(self) -> tuple[Sequence[Any], ...]:
+        """`blocks[group][i]`, as objects."""
+        if self._blocks is None:
+            assert self._block_ids is not None and self._pool is not None
+            pool = self._pool
+            self._blocks = tuple(BlockSequence(pool, row) for row in self._block_ids)
+        return self._blocks
+
+    def get_block_ids(self, allow_none: bool = False) -> tuple[list[int], ...] | None:
+        """The ids by group, each a new list. With `allow_none`, None where no group has a block."""
+        rows = self.block_ids
+        if allow_none and not any(rows):
+            return None
+        return tuple([*row] for row in rows)
+
+    def get_unhashed_block_ids(self) -> list[int]:
+        """Ids of the blocks that are not in the prefix cache; for one group only (KV connectors ask)."""
+        if len(self.block_ids) != 1:
+            raise AssertionError(f"get_unhashed_block_ids: expected one KV cache group, found {len(self.block_ids)}")
+        return [block.block_id for block in self.blocks[0] if block.block_hash is None]
+
+    def new_empty(self) -> KVCacheBlocks:
+        """No blocks, for as many groups."""
+        return KVCacheBlocks(tuple(() for _ in self.block_ids))
+
+    def __add__(self, other: KVCacheBlocks) -> KVCacheBlocks:
+        if self._pool is not None and self._pool is other._pool:
+            rows = tuple([*mine, *others] for mine, others in zip(self.block_ids, other.block_ids, strict=True))
+            return KVCacheBlocks.of_ids(self._pool, rows)
+        return KVCacheBlocks(tuple([*mine, *others] for mine, others in zip(self.blocks, other.blocks, strict=True)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, KVCacheBlocks) and self.blocks == other.blocks
+
+    __hash__ = None  # type: ignore[assignment]  # it can change, as a list can
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(block_ids={tuple(list(row) for row in self.block_ids)})"

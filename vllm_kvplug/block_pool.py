@@ -1,0 +1,177 @@
+"""The life of a block: unused -> held -> (full and cached) -> free but still cached -> reused.
+
+The pool counts references, keeps the hash of every cached block, owns the prefix indexes and asks an eviction policy which free
+block is reused next. It knows no requests: who holds what is the groups' business. Block 0 is the null block, a placeholder that is
+never handed out, freed, cached or counted.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection, Iterable, Sequence
+from weakref import WeakValueDictionary
+
+from vllm_kvplug.block import BlockView
+from vllm_kvplug.errors import BlockError, CallError
+from vllm_kvplug.eviction.base import EvictionPolicy
+from vllm_kvplug.observers import ObserverSet
+from vllm_kvplug.prefix_index import PrefixIndex
+
+NULL_BLOCK_ID = 0
+
+
+class BlockPool:
+    """All blocks of one KV cache.
+
+    Attributes (read only for everybody else):
+        reference_counts: by block id, how many requests hold the block.
+        block_hashes: by block id, the hash that the block is cached under, or None.
+        block_group_ids: by block id, the KV cache group whose index the hash is in; meaningful only with a hash.
+        free_blocks: the eviction policy, an order over the free blocks.
+        indexes: by group, the prefix index.
+    """
+
+    def __init__(self, num_blocks: int, num_groups: int, free_blocks: EvictionPolicy, observers: ObserverSet) -> None:
+        self.num_blocks = num_blocks
+        self.free_blocks = free_blocks
+        self.reference_counts = [0] * num_blocks
+        self.block_hashes: list[bytes | None] = [None] * num_blocks
+        self.block_group_ids = array("H", bytes(2 * num_blocks))
+        self.indexes = tuple(PrefixIndex() for _ in range(num_groups))
+        self._observers = observers
+        self._views: WeakValueDictionary[int, BlockView] = WeakValueDictionary()
+
+    # Reading
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that could be handed out now, those that are free but still cached included."""
+        return len(self.free_blocks)
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Blocks that a request holds."""
+        return self.num_blocks - 1 - len(self.free_blocks)
+
+    @property
+    def usage(self) -> float:
+        """Held part of the usable blocks, 0.0 to 1.0."""
+        num_usable_blocks = self.num_blocks - 1
+        # One minus the free part, not the held part: the same float as upstream reports.
+        return 1.0 - len(self.free_blocks) / num_usable_blocks if num_usable_blocks else 0.0
+
+    def view(self, block_id: int) -> BlockView:
+        """The object for a block id; the same one as long as somebody keeps it."""
+        view = self._views.get(block_id)
+        if view is None:
+            view = self._views[block_id] = BlockView(self, block_id)
+        return view
+
+    def match(self, group_id: int, block_hashes: Iterable[bytes], max_num_blocks: int) -> list[int]:
+        """Block ids of the longest cached leading run, at most `max_num_blocks`. Changes nothing."""
+        return self.indexes[group_id].match(block_hashes, max_num_blocks)
+
+    def num_free_among(self, block_ids: Sequence[int]) -> int:
+        """How many of these blocks are free now (a hit takes them out of the free blocks)."""
+        counts = self.reference_counts
+        return sum(1 for block_id in block_ids if not counts[block_id] and block_id != NULL_BLOCK_ID)
+
+    # Taking and giving back
+
+    def take(self, num_blocks: int) -> list[int]:
+        """Hand out the next free blocks, each held once; those that were cached leave the prefix cache.
+
+        Raises:
+            BlockError: fewer are free. Nothing was changed.
+        """
+        if num_blocks > len(self.free_blocks):
+            raise BlockError(f"cannot take {num_blocks} blocks from the pool: {len(self.free_blocks)} of {self.num_blocks} are free")
+        block_ids = self.free_blocks.pop(num_blocks)
+        counts, hashes = self.reference_counts, self.block_hashes
+        for block_id in block_ids:
+            counts[block_id] = 1
+            if hashes[block_id] is not None:
+                self._drop_hash(block_id)
+        return block_ids
+
+    def acquire(self, block_ids: Iterable[int]) -> None:
+        """Hold blocks that a lookup found: one reference more each; free ones leave the free blocks."""
+        counts = self.reference_counts
+        for block_id in block_ids:
+            if not counts[block_id] and block_id != NULL_BLOCK_ID:
+                self.free_blocks.remove(block_id)
+            counts[block_id] += 1
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """Give up one reference on each block, in this order; a block that nobody holds any more becomes free and stays cached.
+
+        Raises:
+            BlockError: a block is not held (as often as it is named). Nothing was changed.
+        """
+        counts = self.reference_counts
+        freed: list[int] = []
+        for position, block_id in enumerate(block_ids):
+            if block_id == NULL_BLOCK_ID:
+                continue
+            if not 0 <= block_id < self.num_blocks or not counts[block_id]:
+                for undone in block_ids[:position]:
+                    counts[undone] += undone != NULL_BLOCK_ID
+                raise BlockError(
+                    f"cannot free block {block_id}: expected a block of this pool (1 to {self.num_blocks - 1}) that is held, "
+                    "found one that nobody holds (freed twice?)"
+                )
+            counts[block_id] -= 1
+            if not counts[block_id]:
+                freed.append(block_id)
+        self.free_blocks.push(freed)
+
+    # Caching
+
+    def cache(self, group_id: int, block_ids: Sequence[int], block_hashes: Sequence[bytes]) -> None:
+        """Make full blocks findable: `block_ids[i]` holds the tokens of `block_hashes[i]`. Null blocks are skipped.
+
+        Raises:
+            BlockError: a block is cached already. Nothing was changed.
+        """
+        hashes, group_ids, insert = self.block_hashes, self.block_group_ids, self.indexes[group_id].insert
+        for block_id in block_ids:
+            if hashes[block_id] is not None:
+                raise BlockError(f"cannot cache block {block_id}: it is cached already, in group {group_ids[block_id]}")
+        for block_id, block_hash in zip(block_ids, block_hashes, strict=True):
+            if block_id == NULL_BLOCK_ID:
+                continue
+            hashes[block_id] = block_hash
+            group_ids[block_id] = group_id
+            insert(block_hash, block_id)
+
+    def evict(self, block_ids: Collection[int]) -> None:
+        """Take blocks out of the prefix cache, held or free. Who holds them keeps them; blocks that are not cached are passed over.
+
+        Raises:
+            CallError: an id is outside the pool. Nothing was changed.
+        """
+        for block_id in block_ids:
+            if not 0 <= block_id < self.num_blocks:
+                raise CallError(f"cannot evict block {block_id}: expected an id from 0 to {self.num_blocks - 1}")
+        for block_id in block_ids:
+            if self.block_hashes[block_id] is not None:
+                self._drop_hash(block_id)
+
+    def reset(self) -> bool:
+        """Drop the whole prefix cache. Answers False, and changes nothing, while a request holds a block."""
+        if self.num_held_blocks:
+            return False
+        for index in self.indexes:
+            index.clear()
+        self.block_hashes = [None] * self.num_blocks
+        for notify in self._observers.on_reset:
+            notify()
+        return True
+
+    def _drop_hash(self, block_id: int) -> None:
+        block_hash, group_id = self.block_hashes[block_id], self.block_group_ids[block_id]
+        assert block_hash is not None
+        self.indexes[group_id].remove(block_hash, block_id)
+        self.block_hashes[block_id] = None
+        for notify in self._observers.on_evict:
+            notify(block_id, group_id, block_hash)

@@ -1,0 +1,210 @@
+"""The scheduler's contract, without vLLM: what a request may use of the cache, and what it takes and gives back.
+
+Here is the order of things, and the decode shortcut; the block algorithms are in the coordinator, the groups and the pool. A request is
+any object with vLLM's attributes: request_id, num_tokens, num_computed_tokens, block_hashes, skip_reading_prefix_cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from vllm_kvplug import eviction
+from vllm_kvplug.allocation import SlotDemand
+from vllm_kvplug.block import KVCacheBlocks
+from vllm_kvplug.block_pool import BlockPool
+from vllm_kvplug.coordinator import Coordinator
+from vllm_kvplug.errors import CallError
+from vllm_kvplug.geometry import CacheGeometry
+from vllm_kvplug.observers import Observer, ObserverSet
+from vllm_kvplug.settings import Settings
+
+
+class CacheManager:
+    """KV cache manager over a `CacheGeometry`.
+
+    Attributes:
+        empty_kv_cache_blocks: the shared answer "no blocks".
+        pool, groups: for reading (checks, views); nothing outside changes them.
+    """
+
+    def __init__(
+        self,
+        geometry: CacheGeometry,
+        settings: Settings,
+        *,
+        enable_caching: bool = True,
+        use_eagle: bool = False,
+        observers: Iterable[Observer] = (),
+    ) -> None:
+        self.geometry = geometry
+        self.settings = settings
+        self.max_model_len = geometry.max_model_len
+        self.enable_caching = enable_caching
+        self.use_eagle = use_eagle
+        self._observers = ObserverSet(observers)
+        free_blocks = eviction.create(settings.eviction, geometry.num_blocks)
+        self.pool = BlockPool(geometry.num_blocks, len(geometry.groups), free_blocks, self._observers)
+        self._coordinator = Coordinator(
+            geometry, self.pool, self._observers, enable_caching=enable_caching, use_eagle=use_eagle
+        )
+        self.groups = self._coordinator.groups
+        self._no_block_ids: tuple[tuple[int, ...], ...] = ((),) * len(geometry.groups)
+        self.empty_kv_cache_blocks = KVCacheBlocks.of_ids(self.pool, self._no_block_ids)
+        # By request, the number of tokens up to which a step needs nothing: no new block, and no block becomes full.
+        self._quiet_limits_tokens: dict[str, int] = {}
+
+    @property
+    def usage(self) -> float:
+        """Part of the usable blocks that requests hold, 0.0 to 1.0."""
+        return self.pool.usage
+
+    def get_computed_blocks(self, request: Any) -> tuple[KVCacheBlocks, int]:
+        """The cached prefix of a request: its blocks and its number of tokens. Changes no block and no order.
+
+        At least the last token is left to compute, for its logits; a request that asks not to read the cache gets nothing.
+        """
+        if not self.enable_caching or request.skip_reading_prefix_cache:
+            return self.empty_kv_cache_blocks, 0
+        hit_block_ids, num_hit_tokens = self._coordinator.match(request.block_hashes, request.num_tokens - 1)
+        for notify in self._observers.on_lookup:
+            notify(request, num_hit_tokens)
+        return self._answer(hit_block_ids), num_hit_tokens
+
+    def allocate_slots(
+        self,
+        request: Any,
+        num_new_tokens: int,
+        num_new_computed_tokens: int = 0,
+        new_computed_blocks: KVCacheBlocks | None = None,
+        num_lookahead_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
+        delay_cache_blocks: bool = False,
+        num_encoder_tokens: int = 0,
+    ) -> KVCacheBlocks | None:
+        """Give a request slots for the tokens of its next step, and cache the blocks that become full with it.
+
+        Args:
+            request: the request; `request.num_computed_tokens` tokens of it are computed.
+            num_new_tokens: tokens to compute in this step, unverified drafts included.
+            num_new_computed_tokens: tokens that the lookup just found.
+            new_computed_blocks: their blocks.
+            num_lookahead_tokens: further slots for a drafter's proposals.
+            num_external_computed_tokens: tokens that a KV connector brings.
+            delay_cache_blocks: do not cache now; the tokens arrive later.
+            num_encoder_tokens: tokens of the encoder, for cross-attention groups.
+
+        Returns:
+            The new blocks of this step by group, or None where the free blocks do not suffice (nothing is taken then).
+
+        Raises:
+            CallError: arguments that no request can have. Nothing was changed.
+        """
+        # The decode step that needs nothing: one look, one sum, one comparison.
+        if (
+            new_computed_blocks is None
+            and num_new_tokens > 0
+            and not num_external_computed_tokens
+            and not num_new_computed_tokens
+            and request.num_computed_tokens + num_new_tokens + num_lookahead_tokens
+            <= self._quiet_limits_tokens.get(request.request_id, -1)
+        ):
+            return self.empty_kv_cache_blocks
+
+        demand = SlotDemand(
+            num_computed_tokens=request.num_computed_tokens,
+            num_hit_tokens=num_new_computed_tokens,
+            num_external_tokens=num_external_computed_tokens,
+            num_new_tokens=num_new_tokens,
+            num_lookahead_tokens=num_lookahead_tokens,
+            max_model_len=self.max_model_len,
+        )
+        self._check_demand(request, demand, num_encoder_tokens)
+        has_lookup = new_computed_blocks is not None and new_computed_blocks is not self.empty_kv_cache_blocks
+        hit_block_ids = new_computed_blocks.block_ids if new_computed_blocks is not None else self._no_block_ids
+        if has_lookup and not self.enable_caching and any(hit_block_ids):
+            raise CallError(f"request {request.request_id!r}: prefix hits given while prefix caching is off")
+
+        request_id = request.request_id
+        # Even where the answer will be None: blocks that nobody looks at any more are free for others.
+        self._coordinator.release_skipped(request_id, demand.num_present_tokens)
+        plan = self._coordinator.plan(request_id, demand, hit_block_ids)
+        if plan.defer or plan.num_free_blocks_needed > self.pool.num_free_blocks:
+            return None
+        # Drafts may be rejected: only tokens that the request has for certain are cached.
+        num_cache_tokens = min(demand.num_tokens_after_step, request.num_tokens)
+        caches_now = self.enable_caching and not delay_cache_blocks
+        if caches_now:
+            self._coordinator.check_block_hashes(request, num_cache_tokens)
+        if has_lookup or num_external_computed_tokens:
+            self._coordinator.admit(request_id, plan)
+        new_block_ids = self._coordinator.extend(request_id, plan)
+        if caches_now:
+            self._coordinator.cache_full_blocks(request, num_cache_tokens)
+        self._quiet_limits_tokens[request_id] = self._coordinator.quiet_limit_tokens(request_id)
+        return self._answer(new_block_ids)
+
+    def cache_blocks(self, request: Any, num_computed_tokens: int) -> None:
+        """Cache the blocks that are full with the request's first `num_computed_tokens` tokens (after an asynchronous step)."""
+        request_id = request.request_id
+        limit = self._quiet_limits_tokens.get(request_id)
+        if not self.enable_caching or (limit is not None and num_computed_tokens <= limit):
+            return
+        self._coordinator.cache_full_blocks(request, num_computed_tokens)
+        if limit is not None:
+            self._quiet_limits_tokens[request_id] = self._coordinator.quiet_limit_tokens(request_id)
+
+    def free(self, request: Any) -> None:
+        """Give back all blocks of a finished, aborted or preempted request. Full blocks stay findable until they are reused."""
+        self._quiet_limits_tokens.pop(request.request_id, None)
+        self._coordinator.free(request.request_id)
+
+    def remove_skipped_blocks(self, request_id: str, total_computed_tokens: int) -> None:
+        """Free what the attention windows of a request have left behind."""
+        self._coordinator.release_skipped(request_id, total_computed_tokens)
+
+    def evict_blocks(self, block_ids: Collection[int]) -> None:
+        """Take blocks out of the prefix cache (a connector failed to load them); who holds them keeps them.
+
+        Raises:
+            CallError: an id is outside the pool. Nothing was changed.
+        """
+        self.pool.evict(block_ids)
+
+    def reset_prefix_cache(self) -> bool:
+        """Drop the whole prefix cache. Answers False, and changes nothing, while a request holds blocks."""
+        return self.pool.reset()
+
+    def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
+        """By group, the leading blocks of this request that every request with blocks holds too."""
+        return self._coordinator.num_common_prefix_blocks(running_request_id)
+
+    def get_blocks(self, request_id: str) -> KVCacheBlocks:
+        """The blocks of a request; none for an unknown one."""
+        return self._answer(self._coordinator.block_ids(request_id))
+
+    def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        """`block_ids[group][i]` of a request, copied."""
+        return tuple([*row] for row in self._coordinator.block_ids(request_id))
+
+    def take_new_block_ids(self) -> list[int]:
+        """Block ids handed out since the last call (the model runner zeroes them)."""
+        return self._coordinator.take_unreported_block_ids()
+
+    def new_step_starts(self) -> None:
+        """The scheduler begins a step. No group has anything to do then yet."""
+
+    def _check_demand(self, request: Any, demand: SlotDemand, num_encoder_tokens: int) -> None:
+        if demand.num_new_tokens < 0 or not (demand.num_new_tokens or demand.num_external_tokens):
+            raise CallError(
+                f"request {request.request_id!r}: num_new_tokens: expected more than 0 where no external computed tokens come, "
+                f"found {demand.num_new_tokens}"
+            )
+        if num_encoder_tokens:
+            raise CallError(
+                f"request {request.request_id!r}: num_encoder_tokens: expected 0, since no group is cross-attention, "
+                f"found {num_encoder_tokens}"
+            )
+
+    def _answer(self, block_ids: tuple[list[int], ...]) -> KVCacheBlocks:
+        return KVCacheBlocks.of_ids(self.pool, block_ids) if any(block_ids) else self.empty_kv_cache_blocks

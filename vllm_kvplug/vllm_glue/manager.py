@@ -1,0 +1,152 @@
+"""The manager as vLLM constructs it: vLLM's config in, the core's geometry out; events and statistics in vLLM's types."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_events import KVCacheEvent
+from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, MLAAttentionSpec
+from vllm.v1.metrics.stats import PrefixCacheStats
+
+import vllm_kvplug
+from vllm_kvplug.errors import CallError, UnsupportedError
+from vllm_kvplug.geometry import AttentionKind, CacheGeometry, GroupGeometry
+from vllm_kvplug.manager import CacheManager
+from vllm_kvplug.observers import Observer
+from vllm_kvplug.settings import Settings
+from vllm_kvplug.vllm_glue.observers import EventObserver, StatsObserver
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
+
+logger = init_logger("vllm.kvplug")
+
+# Exact types: a subclass that we do not know may want something else of its blocks.
+_KINDS: dict[type[KVCacheSpec], AttentionKind] = {
+    FullAttentionSpec: AttentionKind.FULL,
+    MLAAttentionSpec: AttentionKind.MLA,
+}
+
+
+def geometry_of(kv_cache_config: KVCacheConfig, max_model_len: int) -> CacheGeometry:
+    """The core's geometry for vLLM's cache configuration.
+
+    Raises:
+        UnsupportedError: a group of a type that kvplug does not serve, or several groups.
+    """
+    groups = []
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        kind = _KINDS.get(type(spec))
+        if kind is None:
+            raise UnsupportedError(
+                f"kvplug does not support KV cache groups of {type(spec).__name__} yet (layers {', '.join(group.layer_names[:2])}, "
+                f"...), only {', '.join(known.__name__ for known in _KINDS)}; works instead: --disable-hybrid-kv-cache-manager "
+                "where the model allows it, or --kv-cache-manager upstream"
+            )
+        groups.append(GroupGeometry(kind, spec.block_size, reports_new_blocks=kind is AttentionKind.FULL))
+    return CacheGeometry(kv_cache_config.num_blocks, max_model_len, tuple(groups))
+
+
+class KVCacheManager(CacheManager):
+    """Takes the place of vLLM's KVCacheManager: the same construction and calls, described at the core's `CacheManager`.
+
+    Args:
+        kv_cache_config: groups and number of blocks, from vLLM's sizing.
+        max_model_len: the most tokens of a request.
+        hash_block_size: tokens that each of a request's block hashes covers.
+        enable_caching: whether requests share cached prefixes.
+        use_eagle: whether a drafter needs the last matched block computed again.
+        log_stats: whether `make_prefix_cache_stats` answers statistics.
+        enable_kv_cache_events: whether `take_events` answers events.
+        dcp_world_size, pcp_world_size: context parallel ranks.
+        metrics_collector: vLLM's sampling of block residency.
+        settings: kvplug's own, see `Settings`.
+
+    Raises:
+        SettingsError: an unknown or ill-typed setting.
+        UnsupportedError: groups or features that kvplug does not serve.
+        CallError: sizes that do not fit each other.
+    """
+
+    def __init__(
+        self,
+        kv_cache_config: KVCacheConfig,
+        max_model_len: int,
+        hash_block_size: int,
+        enable_caching: bool = True,
+        use_eagle: bool = False,
+        log_stats: bool = False,
+        enable_kv_cache_events: bool = False,
+        dcp_world_size: int = 1,
+        pcp_world_size: int = 1,
+        metrics_collector: KVCacheMetricsCollector | None = None,
+        settings: Settings | Mapping[str, Any] | None = None,
+    ) -> None:
+        _refuse_unsupported(dcp_world_size, pcp_world_size, metrics_collector)
+        geometry = geometry_of(kv_cache_config, max_model_len)
+        if enable_caching and hash_block_size != geometry.groups[0].num_tokens_per_block:
+            raise CallError(
+                f"hash_block_size: expected the block size of the only KV cache group, "
+                f"{geometry.groups[0].num_tokens_per_block} tokens, found {hash_block_size}"
+            )
+        self.kv_cache_config = kv_cache_config
+        self.log_stats = log_stats
+        self.enable_kv_cache_events = enable_kv_cache_events
+        self._stats = StatsObserver() if log_stats else None
+        self._events = EventObserver() if enable_kv_cache_events else None
+        observers: list[Observer] = [observer for observer in (self._stats, self._events) if observer is not None]
+        super().__init__(
+            geometry,
+            Settings.parse(settings),
+            enable_caching=enable_caching,
+            use_eagle=use_eagle,
+            observers=observers,
+        )
+
+    def make_prefix_cache_stats(self) -> PrefixCacheStats | None:
+        """Lookups and hits since the last call, in tokens; None without `log_stats`."""
+        return self._stats.take() if self._stats is not None else None
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """KV events since the last call; none without `enable_kv_cache_events`."""
+        return self._events.take() if self._events is not None else []
+
+    def reset_prefix_cache(self) -> bool:
+        """Drop the whole prefix cache; refused, with a log line, while a request holds blocks."""
+        done = super().reset_prefix_cache()
+        if done:
+            logger.info("Prefix cache reset.")
+        else:
+            logger.warning("Prefix cache not reset: %d blocks are held by requests.", self.pool.num_held_blocks)
+        return done
+
+    def describe(self) -> dict[str, str]:
+        """What is in force, for the start-up line and `/metrics`."""
+        groups = self.geometry.groups
+        return {
+            "manager": "kvplug",
+            "version": vllm_kvplug.__version__,
+            **{name: str(value) for name, value in self.settings.model_dump().items()},
+            "groups": ",".join(group.kind.value for group in groups),
+            "num_blocks": str(self.geometry.num_blocks),
+            "block_size": ",".join(str(group.num_tokens_per_block) for group in groups),
+            "prefix_caching": "on" if self.enable_caching else "off",
+        }
+
+
+def _refuse_unsupported(
+    dcp_world_size: int, pcp_world_size: int, metrics_collector: KVCacheMetricsCollector | None
+) -> None:
+    for name, world_size in (("decode", dcp_world_size), ("prefill", pcp_world_size)):
+        if world_size != 1:
+            raise UnsupportedError(
+                f"kvplug does not support {name} context parallel yet (world size {world_size}); works instead: world size 1, "
+                "or --kv-cache-manager upstream"
+            )
+    if metrics_collector is not None:
+        raise UnsupportedError(
+            "kvplug does not support --kv-cache-metrics yet; works instead: leaving it out, or --kv-cache-manager upstream"
+        )
