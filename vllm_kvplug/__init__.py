@@ -1,7 +1,8 @@
 """A drop-in KV cache manager for vLLM's V1 engine: `vllm serve MODEL --kv-cache-manager kvplug`.
 
-vLLM loads `register` through the entry point group `vllm.general_plugins`. An error while a plugin is *imported* is only logged by
-vLLM, which then serves without it; so this module imports nothing that can fail, and every check is inside `register` or later.
+vLLM loads `register` through the entry point group `vllm.general_plugins`. An error while a plugin is *imported* is
+only logged by vLLM, which then serves without it; so this module imports nothing that can fail, and every check is
+inside `register` or later.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _PUBLIC = {
     "BlockPool": "vllm_kvplug.vllm_glue.manager",
     "Settings": "vllm_kvplug.settings",
 }
-__all__ = ["BlockPool", "KVCacheBlocks", "KVCacheManager", "Settings", "__version__", "install", "register"]  # noqa: F822
+__all__ = ["BlockPool", "KVCacheBlocks", "KVCacheManager", "Settings", "__version__", "install", "register"]
 
 
 def register() -> None:
@@ -27,7 +28,7 @@ def register() -> None:
 
 
 def install() -> None:
-    """Put the hooks in place by hand, for `LLM(model, kv_cache_manager="kvplug")` before any engine exists. Idempotent."""
+    """Put the hooks in place by hand, for `LLM(model, kv_cache_manager="kvplug")`. Idempotent."""
     register()
 
 

@@ -1,4 +1,4 @@
-"""What a request asks of `allocate_slots`, and what would have to be done for it. Values only: nothing here changes a block."""
+"""What a request asks of `allocate_slots`, and what serving it would take: values, nothing here changes a block."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SlotDemand:
 
     @property
     def num_present_tokens(self) -> int:
-        """Tokens whose keys and values need no computing in this step: computed, hits and external, not above max_model_len."""
+        """Tokens that need no computing in this step: computed, hits and external, not above max_model_len."""
         return min(self.num_computed_tokens + self.num_hit_tokens + self.num_external_tokens, self.max_model_len)
 
     @property

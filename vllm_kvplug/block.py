@@ -1,7 +1,7 @@
 """What callers see of blocks: `KVCacheBlocks`, the manager's answer, and `BlockView`, one block of it.
 
-Inside the package a block is its id, an int. Objects exist only for those who ask for them (KV connectors, metrics, tests), so a
-pool of any size costs no object for each block.
+Inside the package a block is its id, an int. Objects exist only for those who ask for them (KV connectors, metrics,
+tests), so a pool of any size costs no object for each block.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class BlockView:
 
     @property
     def block_hash(self) -> bytes | None:
-        """The key that the block is cached under: its hash and, in the last four bytes, its group (big endian). None: not cached."""
+        """What the block is cached under: its hash, then its group in four bytes, big endian. None: not cached."""
         block_hash = self._pool.block_hashes[self.block_id]
         if block_hash is None:
             return None
@@ -47,7 +47,9 @@ class BlockView:
         return hash((id(self._pool), self.block_id))
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(block_id={self.block_id}, ref_cnt={self.ref_cnt}, block_hash={self.block_hash!r})"
+        return (
+            f"{type(self).__name__}(block_id={self.block_id}, ref_cnt={self.ref_cnt}, block_hash={self.block_hash!r})"
+        )
 
 
 class BlockSequence(Sequence[BlockView]):
@@ -116,7 +118,8 @@ class KVCacheBlocks:
     def blocks(self) -> tuple[Sequence[Any], ...]:
         """`blocks[group][i]`, as objects."""
         if self._blocks is None:
-            assert self._block_ids is not None and self._pool is not None
+            assert self._block_ids is not None
+            assert self._pool is not None
             pool = self._pool
             self._blocks = tuple(BlockSequence(pool, row) for row in self._block_ids)
         return self._blocks

@@ -1,8 +1,8 @@
 """The life of a block: unused -> held -> (full and cached) -> free but still cached -> reused.
 
-The pool counts references, keeps the hash of every cached block, owns the prefix indexes and asks an eviction policy which free
-block is reused next. It knows no requests: who holds what is the groups' business. Block 0 is the null block, a placeholder that is
-never handed out, freed, cached or counted.
+The pool counts references, keeps the hash of every cached block, owns the prefix indexes and asks an eviction policy
+which free block is reused next. It knows no requests: who holds what is the groups' business. Block 0 is the null
+block, a placeholder that is never handed out, freed, cached or counted.
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ class BlockPool:
             BlockError: fewer are free. Nothing was changed.
         """
         if num_blocks > len(self.free_blocks):
-            raise BlockError(f"cannot take {num_blocks} blocks from the pool: {len(self.free_blocks)} of {self.num_blocks} are free")
+            raise BlockError(
+                f"cannot take {num_blocks} blocks from the pool: {len(self.free_blocks)} of {self.num_blocks} are free"
+            )
         block_ids = self.free_blocks.pop(num_blocks)
         counts, hashes = self.reference_counts, self.block_hashes
         for block_id in block_ids:
@@ -103,7 +105,8 @@ class BlockPool:
             counts[block_id] += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Give up one reference on each block, in this order; a block that nobody holds any more becomes free and stays cached.
+        """Give up one reference on each block, in this order; a block that nobody holds any more becomes free and stays
+        cached.
 
         Raises:
             BlockError: a block is not held (as often as it is named). Nothing was changed.
@@ -117,7 +120,7 @@ class BlockPool:
                 for undone in block_ids[:position]:
                     counts[undone] += undone != NULL_BLOCK_ID
                 raise BlockError(
-                    f"cannot free block {block_id}: expected a block of this pool (1 to {self.num_blocks - 1}) that is held, "
+                    f"cannot free block {block_id}: expected a held block of this pool (1 to {self.num_blocks - 1}), "
                     "found one that nobody holds (freed twice?)"
                 )
             counts[block_id] -= 1
@@ -145,7 +148,8 @@ class BlockPool:
             insert(block_hash, block_id)
 
     def evict(self, block_ids: Collection[int]) -> None:
-        """Take blocks out of the prefix cache, held or free. Who holds them keeps them; blocks that are not cached are passed over.
+        """Take blocks out of the prefix cache, held or free. Who holds them keeps them; blocks that are not cached are
+        passed over.
 
         Raises:
             CallError: an id is outside the pool. Nothing was changed.

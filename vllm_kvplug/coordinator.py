@@ -1,7 +1,7 @@
 """The groups as one: match, plan, commit, cache and free across all of them.
 
-The order across groups is part of the behaviour: hits of all groups are held before anything new is taken; groups take and free in
-their own order, one after the other.
+The order across groups is part of the behaviour: hits of all groups are held before anything new is taken; groups take
+    and free in their own order, one after the other.
 """
 
 from __future__ import annotations
@@ -27,13 +27,16 @@ class Coordinator:
         self, geometry: CacheGeometry, pool: BlockPool, observers: ObserverSet, *, enable_caching: bool, use_eagle: bool
     ) -> None:
         self.groups: tuple[AttentionGroup, ...] = tuple(
-            GROUP_CLASSES[group.kind](group_id, group, pool, observers) for group_id, group in enumerate(geometry.groups)
+            GROUP_CLASSES[group.kind](group_id, group, pool, observers)
+            for group_id, group in enumerate(geometry.groups)
         )
         self._enable_caching = enable_caching
         self._use_eagle = use_eagle
 
     def match(self, block_hashes: Sequence[bytes], max_num_tokens: int) -> tuple[tuple[list[int], ...], int]:
-        """The longest prefix that every group has cached: block ids by group, and its number of tokens. Changes nothing."""
+        """The longest prefix that every group has cached: block ids by group, and its number of tokens. Changes
+        nothing.
+        """
         (group,) = self.groups  # CacheGeometry sees to it that there is one
         block_ids = group.match(block_hashes, max_num_tokens)
         if self._use_eagle and block_ids:
@@ -62,7 +65,9 @@ class Coordinator:
 
     def extend(self, request_id: str, plan: AllocationPlan) -> tuple[list[int], ...]:
         """Take the new blocks of every group: ids by group."""
-        return tuple(group.extend(request_id, group_plan) for group, group_plan in zip(self.groups, plan.groups, strict=True))
+        return tuple(
+            group.extend(request_id, group_plan) for group, group_plan in zip(self.groups, plan.groups, strict=True)
+        )
 
     def check_block_hashes(self, request: Any, num_tokens: int) -> None:
         """See that the request has the hashes that caching its first `num_tokens` tokens needs."""

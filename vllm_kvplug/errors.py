@@ -1,4 +1,4 @@
-"""Every error that the package raises on purpose. Messages are one line: the object, the expected and the found value."""
+"""The errors that the package raises on purpose. Messages are one line: object, expected and found value."""
 
 
 class KVPlugError(Exception):
@@ -6,7 +6,7 @@ class KVPlugError(Exception):
 
 
 class SettingsError(KVPlugError, ValueError):
-    """The choice of a manager or one of its settings is malformed: names the key, what is allowed and what was found."""
+    """The choice of a manager or a setting is malformed: names the key, what is allowed and what was found."""
 
 
 class UnsupportedError(KVPlugError, ValueError):

@@ -25,7 +25,8 @@ class GroupGeometry:
     Attributes:
         kind: the attention of these layers.
         num_tokens_per_block: tokens that one block of this group holds, context parallel ranks folded in.
-        reports_new_blocks: whether `take_new_block_ids` names this group's new blocks (vLLM zeroes plain full attention only).
+        reports_new_blocks: whether `take_new_block_ids` names this group's new blocks (vLLM zeroes plain full attention
+            only).
     """
 
     kind: AttentionKind
@@ -58,8 +59,9 @@ class CacheGeometry:
             raise CallError(f"max_model_len: expected at least 1 token, found {self.max_model_len}")
         if len(self.groups) != 1:
             raise UnsupportedError(
-                f"kvplug does not support {len(self.groups)} KV cache groups yet, only one group of full attention or MLA; "
-                "works instead: --disable-hybrid-kv-cache-manager where the model allows it, or --kv-cache-manager upstream"
+                f"kvplug does not support {len(self.groups)} KV cache groups yet, only one of full attention or MLA; "
+                "works instead: --disable-hybrid-kv-cache-manager where the model allows it, or "
+                "--kv-cache-manager upstream"
             )
 
 

@@ -1,4 +1,5 @@
-"""`check_invariants(manager)`: everything that must hold between calls. Each message names the block, what was expected and found.
+"""`check_invariants(manager)`: everything that must hold between calls. Each message names the block, what was expected
+and found.
 
 Slow (it walks the whole pool): for tests and for hunting a fault.
 """
@@ -56,10 +57,10 @@ def _check_free_order(pool: BlockPool) -> None:
 def _check_indexes(pool: BlockPool) -> None:
     found: dict[int, tuple[int, bytes]] = {}
     for group_id, index in enumerate(pool.indexes):
-        for block_hash, block_ids in index.items():
+        for indexed_hash, block_ids in index.items():
             for block_id in block_ids:
                 _expect(f"block {block_id}: places in the prefix index besides this", None, found.get(block_id))
-                found[block_id] = (group_id, block_hash)
+                found[block_id] = (group_id, indexed_hash)
     for block_id, block_hash in enumerate(pool.block_hashes):
         expected = None if block_hash is None else (pool.block_group_ids[block_id], block_hash)
         _expect(f"block {block_id}: group and hash in the prefix index", expected, found.get(block_id))
@@ -70,7 +71,9 @@ def _check_tables(manager: CacheManager) -> None:
     for group in manager.groups:
         for request_id, table in group.tables.items():
             if table.num_cached_blocks > len(table.block_ids):
-                _expect(f"request {request_id!r}: cached blocks", f"at most {len(table.block_ids)}", table.num_cached_blocks)
+                _expect(
+                    f"request {request_id!r}: cached blocks", f"at most {len(table.block_ids)}", table.num_cached_blocks
+                )
     for request_id, limit in manager._quiet_limits_tokens.items():
         expected = min(group.quiet_limit_tokens(request_id) for group in manager.groups)
         _expect(f"request {request_id!r}: decode shortcut's limit in tokens", expected, limit)

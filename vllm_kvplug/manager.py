@@ -1,7 +1,8 @@
 """The scheduler's contract, without vLLM: what a request may use of the cache, and what it takes and gives back.
 
-Here is the order of things, and the decode shortcut; the block algorithms are in the coordinator, the groups and the pool. A request is
-any object with vLLM's attributes: request_id, num_tokens, num_computed_tokens, block_hashes, skip_reading_prefix_cache.
+Here is the order of things, and the decode shortcut; the block algorithms are in the coordinator, the groups and the
+pool. A request is any object with vLLM's attributes: request_id, num_tokens, num_computed_tokens, block_hashes,
+skip_reading_prefix_cache.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class CacheManager:
     def get_computed_blocks(self, request: Any) -> tuple[KVCacheBlocks, int]:
         """The cached prefix of a request: its blocks and its number of tokens. Changes no block and no order.
 
-        At least the last token is left to compute, for its logits; a request that asks not to read the cache gets nothing.
+        At least the last token is left to compute, for its logits; a request that asks not to read the cache gets
+        nothing.
         """
         if not self.enable_caching or request.skip_reading_prefix_cache:
             return self.empty_kv_cache_blocks, 0
@@ -92,7 +94,7 @@ class CacheManager:
             num_lookahead_tokens: further slots for a drafter's proposals.
             num_external_computed_tokens: tokens that a KV connector brings.
             delay_cache_blocks: do not cache now; the tokens arrive later.
-            num_encoder_tokens: tokens of the encoder, for cross-attention groups.
+            num_encoder_tokens: tokens of the encoder; only cross-attention groups would look at them.
 
         Returns:
             The new blocks of this step by group, or None where the free blocks do not suffice (nothing is taken then).
@@ -119,7 +121,7 @@ class CacheManager:
             num_lookahead_tokens=num_lookahead_tokens,
             max_model_len=self.max_model_len,
         )
-        self._check_demand(request, demand, num_encoder_tokens)
+        self._check_demand(request, demand)
         has_lookup = new_computed_blocks is not None and new_computed_blocks is not self.empty_kv_cache_blocks
         hit_block_ids = new_computed_blocks.block_ids if new_computed_blocks is not None else self._no_block_ids
         if has_lookup and not self.enable_caching and any(hit_block_ids):
@@ -145,7 +147,9 @@ class CacheManager:
         return self._answer(new_block_ids)
 
     def cache_blocks(self, request: Any, num_computed_tokens: int) -> None:
-        """Cache the blocks that are full with the request's first `num_computed_tokens` tokens (after an asynchronous step)."""
+        """Cache the blocks that are full with the request's first `num_computed_tokens` tokens (after an asynchronous
+        step).
+        """
         request_id = request.request_id
         limit = self._quiet_limits_tokens.get(request_id)
         if not self.enable_caching or (limit is not None and num_computed_tokens <= limit):
@@ -155,7 +159,9 @@ class CacheManager:
             self._quiet_limits_tokens[request_id] = self._coordinator.quiet_limit_tokens(request_id)
 
     def free(self, request: Any) -> None:
-        """Give back all blocks of a finished, aborted or preempted request. Full blocks stay findable until they are reused."""
+        """Give back all blocks of a finished, aborted or preempted request. Full blocks stay findable until they are
+        reused.
+        """
         self._quiet_limits_tokens.pop(request.request_id, None)
         self._coordinator.free(request.request_id)
 
@@ -194,16 +200,11 @@ class CacheManager:
     def new_step_starts(self) -> None:
         """The scheduler begins a step. No group has anything to do then yet."""
 
-    def _check_demand(self, request: Any, demand: SlotDemand, num_encoder_tokens: int) -> None:
+    def _check_demand(self, request: Any, demand: SlotDemand) -> None:
         if demand.num_new_tokens < 0 or not (demand.num_new_tokens or demand.num_external_tokens):
             raise CallError(
-                f"request {request.request_id!r}: num_new_tokens: expected more than 0 where no external computed tokens come, "
+                f"request {request.request_id!r}: num_new_tokens: expected more than 0 where no external tokens come, "
                 f"found {demand.num_new_tokens}"
-            )
-        if num_encoder_tokens:
-            raise CallError(
-                f"request {request.request_id!r}: num_encoder_tokens: expected 0, since no group is cross-attention, "
-                f"found {num_encoder_tokens}"
             )
 
     def _answer(self, block_ids: tuple[list[int], ...]) -> KVCacheBlocks:

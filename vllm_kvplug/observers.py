@@ -1,7 +1,7 @@
 """Where events, statistics, traces and metrics hang: callbacks on what happens to blocks.
 
-An observer overrides the hooks that it wants. `ObserverSet` keeps, for each hook, only the observers that override it, so a hook
-that nobody wants costs one loop over an empty tuple.
+An observer overrides the hooks that it wants. `ObserverSet` keeps, for each hook, only the observers that override it,
+so a hook that nobody wants costs one loop over an empty tuple.
 """
 
 from __future__ import annotations
@@ -14,10 +14,18 @@ class Observer:
     """Base class: every hook does nothing. Hooks are called after the change that they tell of and must not raise."""
 
     def on_lookup(self, request: Any, num_hit_tokens: int) -> None:
-        """A request asked for its cached prefix and was told `num_hit_tokens`. Called for each asking, retries included."""
+        """A request asked for its cached prefix and was told `num_hit_tokens`. Called for each asking, retries
+        included.
+        """
 
     def on_cache(
-        self, request: Any, group_id: int, num_tokens_per_block: int, block_ids: Sequence[int], first_block: int, end_block: int
+        self,
+        request: Any,
+        group_id: int,
+        num_tokens_per_block: int,
+        block_ids: Sequence[int],
+        first_block: int,
+        end_block: int,
     ) -> None:
         """Blocks `first_block` .. `end_block` - 1 of the request's table `block_ids` became full and can be hit now."""
 

@@ -1,7 +1,8 @@
-"""Which block holds a given block hash. One index for each KV cache group; it knows no references and no order of eviction.
+"""Which block holds a given block hash. One index for each KV cache group; it knows no references and no order of
+eviction.
 
-Two requests can compute the same prefix at the same time, so a hash can have several blocks. The one cached first answers
-lookups; when it goes, the next oldest takes its place.
+Two requests can compute the same prefix at the same time, so a hash can have several blocks. The one cached first
+answers lookups; when it goes, the next oldest takes its place.
 """
 
 from __future__ import annotations

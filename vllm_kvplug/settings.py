@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from vllm_kvplug.errors import SettingsError
 from vllm_kvplug import eviction as eviction_policies
+from vllm_kvplug.errors import SettingsError
 
 
 class Settings(BaseModel):
@@ -46,7 +46,9 @@ class Settings(BaseModel):
                 allowed = ", ".join(sorted(cls.model_fields))
                 raise SettingsError(f"kv_cache_manager_config: unknown setting {key!r}; known settings: {allowed}")
             if name in named:
-                raise SettingsError(f"kv_cache_manager_config: setting {name!r} is given twice, as dashes and underscores")
+                raise SettingsError(
+                    f"kv_cache_manager_config: setting {name!r} is given twice, as dashes and underscores"
+                )
             named[name] = value
         try:
             return cls(**named)

@@ -1,8 +1,8 @@
 """What the block pool asks of an eviction policy: an order over the free blocks.
 
-The pool tells the policy which blocks became free (`push`), takes the next ones to reuse (`pop`), and takes a block out of the
-middle when a request hits it (`remove`). A policy knows neither references nor hashes. Block ids are ints; 0, the null block, is
-never given to a policy.
+The pool tells the policy which blocks became free (`push`), takes the next ones to reuse (`pop`), and takes a block out
+of the middle when a request hits it (`remove`). A policy knows neither references nor hashes. Block ids are ints; 0,
+the null block, is never given to a policy.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Protocol
 
 
 class EvictionPolicy(Protocol):
-    """An order over the free blocks. Constructed with `num_blocks`: blocks 1 .. num_blocks - 1 are free and never used."""
+    """An order over the free blocks. Built with `num_blocks`: blocks 1 .. num_blocks - 1 are free, never used."""
 
     def __len__(self) -> int:
         """Number of free blocks."""

@@ -1,7 +1,7 @@
 """Least recently used: the exact order of vLLM 0.17.1's free queue.
 
-Blocks that were never used come first, by id; then freed blocks in the order in which they were freed. The never-used part is a
-counter, so a pool of any size is ready at once.
+Blocks that were never used come first, by id; then freed blocks in the order in which they were freed. The never-used
+part is a counter, so a pool of any size is ready at once.
 """
 
 from __future__ import annotations

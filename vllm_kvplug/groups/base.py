@@ -1,8 +1,9 @@
 """One KV cache group: the block tables of its requests, and the arithmetic that every attention type shares.
 
-In goes a request id and a demand in tokens; out come block ids from the pool. What differs between attention types is a method that
-a subclass overrides: which cached blocks serve as a prefix (`match`), which blocks a request no longer needs (`release_skipped`).
-A new attention type is one module beside this file and one line in `groups/__init__.py`.
+In goes a request id and a demand in tokens; out come block ids from the pool. What differs between attention types is a
+method that
+a subclass overrides: which cached blocks serve as a prefix (`match`), which blocks a request no longer needs
+    (`release_skipped`). A new attention type is one module beside this file and one line in `groups/__init__.py`.
 """
 
 from __future__ import annotations
@@ -73,11 +74,15 @@ class AttentionGroup(ABC):
         num_held_blocks = len(table.block_ids) if table is not None else 0
         is_admitted = table is not None and table.is_admitted
         if hit_block_ids and num_held_blocks:
-            raise CallError(f"request {request_id!r}: expected no prefix hits for a request with blocks, found {len(hit_block_ids)}")
+            raise CallError(
+                f"request {request_id!r}: expected no prefix hits for a request with blocks, found {len(hit_block_ids)}"
+            )
         num_external_blocks = 0
         if demand.num_external_tokens and not is_admitted:
             if num_held_blocks:
-                raise CallError(f"request {request_id!r}: external tokens come before its first block; it has {num_held_blocks}")
+                raise CallError(
+                    f"request {request_id!r}: external tokens come before its first block; it has {num_held_blocks}"
+                )
             num_external_blocks = self._num_blocks(demand.num_present_tokens) - len(hit_block_ids)
         num_missing_blocks = self._num_blocks(demand.num_slot_tokens) - len(hit_block_ids) - num_held_blocks
         return GroupPlan(
@@ -88,7 +93,9 @@ class AttentionGroup(ABC):
         )
 
     def admit(self, request_id: str, plan: GroupPlan) -> None:
-        """Give the request its hits. Comes before anything new is taken, for all groups: nobody may be handed what another hit."""
+        """Give the request its hits. Comes before anything new is taken, for all groups: nobody may be handed what
+        another hit.
+        """
         self._pool.acquire(plan.hit_block_ids)
         table = self._table(request_id)
         if not table.is_admitted:
@@ -141,7 +148,9 @@ class AttentionGroup(ABC):
             notify(request, self.group_id, self.num_tokens_per_block, table.block_ids, first_block, end_block)
 
     def free(self, request_id: str) -> None:
-        """Give back all blocks of a request, the last first, so that the head of a prefix lives longest. Unknown: nothing."""
+        """Give back all blocks of a request, the last first, so that the head of a prefix lives longest. Unknown:
+        nothing.
+        """
         table = self.tables.get(request_id)
         if table is not None:
             self._pool.release(table.block_ids[::-1])
@@ -156,7 +165,9 @@ class AttentionGroup(ABC):
         """The most tokens that this request can grow to without a new block and without one becoming full."""
         table = self.tables[request_id]
         num_tokens_per_block = self.num_tokens_per_block
-        return min(len(table.block_ids) * num_tokens_per_block, (table.num_cached_blocks + 1) * num_tokens_per_block - 1)
+        return min(
+            len(table.block_ids) * num_tokens_per_block, (table.num_cached_blocks + 1) * num_tokens_per_block - 1
+        )
 
     def take_unreported_block_ids(self) -> list[int]:
         """Ids handed out since the last call, in order."""

@@ -1,4 +1,6 @@
-"""Full attention and MLA: every token looks at all earlier ones, so a request keeps all its blocks and any cached prefix serves."""
+"""Full attention and MLA: every token looks at all earlier ones, so a request keeps all its blocks and any cached
+prefix serves.
+"""
 
 from __future__ import annotations
 
