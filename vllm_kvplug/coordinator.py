@@ -49,10 +49,12 @@ class Coordinator:
         for group in self.groups:
             group.release_skipped(request_id, num_computed_tokens)
 
-    def plan(self, request_id: str, demand: SlotDemand, hit_block_ids: Sequence[Sequence[int]]) -> AllocationPlan:
+    def plan(
+        self, request_id: str, demand: SlotDemand, hit_block_ids: Sequence[Sequence[int]], *, is_admission: bool
+    ) -> AllocationPlan:
         """What serving the demand would take, over all groups. Changes nothing."""
         plans = [
-            group.plan(request_id, demand, group_hit_block_ids)
+            group.plan(request_id, demand, group_hit_block_ids, is_admission=is_admission)
             for group, group_hit_block_ids in zip(self.groups, hit_block_ids, strict=True)
         ]
         num_free_blocks_needed = sum(p.num_free_hit_blocks + p.num_external_blocks + p.num_new_blocks for p in plans)

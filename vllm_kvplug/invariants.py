@@ -75,5 +75,7 @@ def _check_tables(manager: CacheManager) -> None:
                     f"request {request_id!r}: cached blocks", f"at most {len(table.block_ids)}", table.num_cached_blocks
                 )
     for request_id, limit in manager._quiet_limits_tokens.items():
+        has_tables = all(request_id in group.tables for group in manager.groups)
+        _expect(f"request {request_id!r}: a block table, as the decode shortcut knows it", True, has_tables)
         expected = min(group.quiet_limit_tokens(request_id) for group in manager.groups)
         _expect(f"request {request_id!r}: decode shortcut's limit in tokens", expected, limit)

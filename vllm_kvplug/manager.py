@@ -130,7 +130,8 @@ class CacheManager:
         request_id = request.request_id
         # Even where the answer will be None: blocks that nobody looks at any more are free for others.
         self._coordinator.release_skipped(request_id, demand.num_present_tokens)
-        plan = self._coordinator.plan(request_id, demand, hit_block_ids)
+        is_admission = has_lookup or num_external_computed_tokens > 0
+        plan = self._coordinator.plan(request_id, demand, hit_block_ids, is_admission=is_admission)
         if plan.defer or plan.num_free_blocks_needed > self.pool.num_free_blocks:
             return None
         # Drafts may be rejected: only tokens that the request has for certain are cached.
@@ -138,7 +139,7 @@ class CacheManager:
         caches_now = self.enable_caching and not delay_cache_blocks
         if caches_now:
             self._coordinator.check_block_hashes(request, num_cache_tokens)
-        if has_lookup or num_external_computed_tokens:
+        if is_admission:
             self._coordinator.admit(request_id, plan)
         new_block_ids = self._coordinator.extend(request_id, plan)
         if caches_now:

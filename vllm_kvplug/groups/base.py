@@ -64,8 +64,16 @@ class AttentionGroup(ABC):
 
     # Planning and committing
 
-    def plan(self, request_id: str, demand: SlotDemand, hit_block_ids: Sequence[int]) -> GroupPlan:
+    def plan(
+        self, request_id: str, demand: SlotDemand, hit_block_ids: Sequence[int], *, is_admission: bool
+    ) -> GroupPlan:
         """What serving `demand` would take from the pool. Changes nothing.
+
+        Args:
+            request_id: the request.
+            demand: its tokens.
+            hit_block_ids: what its lookup found in this group.
+            is_admission: the call brings a lookup's answer (hits or none) or external tokens.
 
         Raises:
             CallError: hits or external tokens for a request that cannot have them any more.
@@ -77,12 +85,13 @@ class AttentionGroup(ABC):
             raise CallError(
                 f"request {request_id!r}: expected no prefix hits for a request with blocks, found {len(hit_block_ids)}"
             )
+        if is_admission and num_held_blocks and not is_admitted:
+            raise CallError(
+                f"request {request_id!r}: a lookup's answer and external tokens come before its first block; "
+                f"it has {num_held_blocks}"
+            )
         num_external_blocks = 0
         if demand.num_external_tokens and not is_admitted:
-            if num_held_blocks:
-                raise CallError(
-                    f"request {request_id!r}: external tokens come before its first block; it has {num_held_blocks}"
-                )
             num_external_blocks = self._num_blocks(demand.num_present_tokens) - len(hit_block_ids)
         num_missing_blocks = self._num_blocks(demand.num_slot_tokens) - len(hit_block_ids) - num_held_blocks
         return GroupPlan(

