@@ -1,0 +1,111 @@
+"""The entry hooks: offer the option and carry the choice. They change nothing until a manager is chosen.
+
+Everything else (`v0_17.activate`) is put in place by a choice, in the processes that it reaches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from vllm_kvplug.errors import UnsupportedError
+from vllm_kvplug.vllm_glue import patching
+from vllm_kvplug.vllm_glue.choice import CONFIG_KEY, KEY, CommandLineChoice, settle
+
+SUPPORTED_VLLM_VERSIONS = ("0.17.1",)
+
+
+def install() -> None:
+    """Put the hooks in place, in each module now or when it is imported. Idempotent; imports nothing of vLLM itself."""
+    patching.when_imported("vllm.utils.argparse_utils", _patch_parser)
+    patching.when_imported("vllm.engine.arg_utils", _patch_engine_args)
+    patching.when_imported("vllm.config.scheduler", _patch_scheduler_config)
+
+
+def vllm_version() -> str:
+    """The version that runs, without the build's local part (0.17.1+cpu)."""
+    import vllm
+
+    return vllm.__version__.partition("+")[0]
+
+
+def require_supported_version(name: str) -> None:
+    """Raise an UnsupportedError unless this vLLM is one that the chosen manager can be put into."""
+    import vllm_kvplug
+
+    if (version := vllm_version()) not in SUPPORTED_VLLM_VERSIONS:
+        expected = " or ".join(SUPPORTED_VLLM_VERSIONS)
+        raise UnsupportedError(
+            f"kv_cache_manager: {name!r} with vllm_kvplug {vllm_kvplug.__version__} expects vLLM {expected}, "
+            f"found {version}; install vllm=={SUPPORTED_VLLM_VERSIONS[-1]}, or leave the option out"
+        )
+
+
+def _where_it_fits(patch: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
+    """A vLLM version that we do not know may lack what we hook: it serves on without the option, with a warning."""
+
+    def patch_or_warn(module: ModuleType) -> None:
+        try:
+            patch(module)
+        except AttributeError as error:
+            if vllm_version() in SUPPORTED_VLLM_VERSIONS:
+                raise
+            from vllm.logger import init_logger
+
+            init_logger("vllm.kvplug").warning(
+                "vllm_kvplug does not know vLLM %s and offers no option in it: %s", vllm_version(), error
+            )
+
+    return patch_or_warn
+
+
+@_where_it_fits
+def _patch_parser(module: ModuleType) -> None:
+    from vllm_kvplug.vllm_glue import cli
+
+    patching.wrap_method(module.FlexibleArgumentParser, "parse_args", cli.around_parse_args)
+
+
+@_where_it_fits
+def _patch_engine_args(module: ModuleType) -> None:
+    from vllm_kvplug.vllm_glue import cli
+
+    patching.wrap_method(module.EngineArgs, "add_cli_args", cli.around_add_cli_args)
+    for args_cls in (module.EngineArgs, module.AsyncEngineArgs):
+        patching.wrap_method(args_cls, "__init__", _around_engine_args_init)
+    patching.wrap_method(module.EngineArgs, "create_engine_config", _around_create_engine_config)
+
+
+@_where_it_fits
+def _patch_scheduler_config(module: ModuleType) -> None:
+    from vllm_kvplug.vllm_glue import v0_17
+
+    patching.wrap_method(module.SchedulerConfig, "get_scheduler_cls", v0_17.around_get_scheduler_cls)
+
+
+def _around_engine_args_init(original: Callable[..., None], engine_args: Any, *args: Any, **kwargs: Any) -> None:
+    """`LLM(model, kv_cache_manager=..., kv_cache_manager_config=...)`: two keywords, carried in additional_config."""
+    name, config = kwargs.pop(KEY, None), kwargs.pop(CONFIG_KEY, None)
+    if name is not None or config is not None:
+        kwargs["additional_config"], _ = settle(kwargs.get("additional_config", {}), name, config)
+    original(engine_args, *args, **kwargs)
+
+
+def _around_create_engine_config(original: Callable[..., Any], engine_args: Any, *args: Any, **kwargs: Any) -> Any:
+    """Where every engine's configuration is made: the choice is final here, and what it cannot serve is refused."""
+    from vllm_kvplug.vllm_glue import cli, features, registry, v0_17
+
+    engine_args.additional_config, choice = settle(engine_args.additional_config)
+    vllm_config = original(engine_args, *args, **kwargs)
+    if choice is None:
+        return vllm_config
+    if registry.is_kvplug(choice["name"]):
+        try:
+            features.refuse_unsupported(vllm_config)
+        except UnsupportedError as error:
+            if isinstance(choice, CommandLineChoice):
+                raise SystemExit(f"error: {cli.one_line(error)}") from None
+            raise
+    v0_17.activate()
+    return vllm_config

@@ -1,0 +1,108 @@
+"""What vLLM 0.17.1's scheduler asks of a manager, and how our manager takes the place of its own.
+
+What depends on vLLM's version and is no parser or config field is here and in contract.py: for another version, read
+its `vllm/v1/core/sched/*.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from vllm_kvplug.errors import ContractError
+from vllm_kvplug.vllm_glue import patching, registry, report
+from vllm_kvplug.vllm_glue.choice import ManagerChoice, chosen
+
+# A scheduler is constructed with our class under this name in its modules; one engine at a time in a process.
+_NAME = "KVCacheManager"
+_swap_lock = threading.RLock()
+_activated = False
+
+
+def activate() -> None:
+    """A manager was chosen in this process: from now on `SchedulerBuilder` builds the schedulers, and engines check."""
+    global _activated  # noqa: PLW0603
+    _activated = True
+    patching.when_imported("vllm.v1.engine.core", _patch_engine_core)
+    patching.when_imported("vllm.v1.engine.async_llm", _patch_front_end)
+
+
+def around_get_scheduler_cls(original: Callable[..., type], *args: Any, **kwargs: Any) -> Any:
+    """vLLM's scheduler class itself while nothing was ever chosen in this process; then what builds it as chosen."""
+    scheduler_cls = original(*args, **kwargs)
+    return SchedulerBuilder(scheduler_cls) if _activated else scheduler_cls
+
+
+class SchedulerBuilder:
+    """Stands in for a scheduler class in its one call: constructs it with the manager that its VllmConfig carries."""
+
+    def __init__(self, scheduler_cls: type) -> None:
+        self.scheduler_cls = scheduler_cls
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        choice = chosen(kwargs["vllm_config"] if "vllm_config" in kwargs else args[0])
+        if choice is None:
+            return self.scheduler_cls(*args, **kwargs)
+        with _swap_lock, _bound(self.scheduler_cls, registry.factory(choice["name"], choice["config"])):
+            scheduler = self.scheduler_cls(*args, **kwargs)
+        check_in_force(scheduler, choice)
+        report.log_in_force(scheduler, choice)
+        return scheduler
+
+
+@contextmanager
+def _bound(scheduler_cls: type, factory: Callable[..., Any]) -> Iterator[None]:
+    """Bind `factory` under the manager's name in every module of the scheduler's classes that holds vLLM's own."""
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    modules = [sys.modules[name] for name in {base.__module__ for base in scheduler_cls.__mro__} if name in sys.modules]
+    holders = [module for module in modules if vars(module).get(_NAME) is KVCacheManager]
+    for module in holders:
+        setattr(module, _NAME, factory)
+    try:
+        yield
+    finally:
+        for module in holders:
+            setattr(module, _NAME, KVCacheManager)
+
+
+def check_in_force(scheduler: Any, choice: ManagerChoice) -> None:
+    """Raise ContractError unless the scheduler's manager is of exactly the chosen class and keeps the contract."""
+    from vllm_kvplug.vllm_glue import contract
+
+    expected = registry.load(choice["name"])
+    found = type(getattr(scheduler, "kv_cache_manager", None))
+    if found is not expected:
+        raise ContractError(
+            f"scheduler {_qualname(type(scheduler))}: expected kv_cache_manager {choice['name']!r} in force "
+            f"({_qualname(expected)}), found {_qualname(found)}; a scheduler takes it by constructing the name {_NAME} "
+            "of its own module: leave out --scheduler-cls, or --kv-cache-manager"
+        )
+    contract.check_instance(scheduler.kv_cache_manager, choice["name"])
+
+
+def _qualname(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _patch_engine_core(module: ModuleType) -> None:
+    patching.wrap_method(module.EngineCore, "__init__", _around_engine_core_init)
+    module.EngineCore.kvplug_report = report.of_engine_core
+
+
+def _around_engine_core_init(original: Callable[..., None], engine_core: Any, *args: Any, **kwargs: Any) -> None:
+    """The last word at start-up: another plugin may have replaced get_scheduler_cls, or the scheduler, since."""
+    original(engine_core, *args, **kwargs)
+    choice = chosen(engine_core.vllm_config)
+    if choice is not None:
+        check_in_force(engine_core.scheduler, choice)
+
+
+def _patch_front_end(module: ModuleType) -> None:
+    from vllm_kvplug.vllm_glue import metrics
+
+    patching.wrap_method(module.AsyncLLM, "get_supported_tasks", metrics.around_get_supported_tasks)
