@@ -1,0 +1,92 @@
+"""A small client of a vLLM server: completions with their cached tokens, and readings of `/metrics`."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One answer: its text, why it ended, and how many prompt tokens came from the prefix cache."""
+
+    text: str
+    finish_reason: str | None
+    num_prompt_tokens: int
+    num_cached_tokens: int
+
+
+class Client:
+    """Blocking client of one server. Greedy throughout, so that texts can be compared."""
+
+    def __init__(self, url: str, model: str) -> None:
+        self.model = model
+        self._http = httpx.Client(base_url=url, timeout=TIMEOUT_S)
+
+    def complete(self, prompt: str, max_tokens: int = 4, **extra: Any) -> Completion:
+        """A completion, at once."""
+        answer = self._http.post("/v1/completions", json=self._body(prompt, max_tokens, **extra))
+        answer.raise_for_status()
+        body = answer.json()
+        choice, usage = body["choices"][0], body["usage"]
+        details = usage.get("prompt_tokens_details") or {}
+        return Completion(
+            choice["text"], choice["finish_reason"], usage["prompt_tokens"], details.get("cached_tokens") or 0
+        )
+
+    def stream(self, prompt: str, max_tokens: int, **extra: Any) -> Iterator[dict[str, Any]]:
+        """The server-sent events of a streamed completion. Closing the iterator closes the connection."""
+        body = self._body(prompt, max_tokens, stream=True, stream_options={"include_usage": True}, **extra)
+        with self._http.stream("POST", "/v1/completions", json=body) as answer:
+            answer.raise_for_status()
+            for line in answer.iter_lines():
+                if line.startswith("data: ") and line != "data: [DONE]":
+                    yield json.loads(line.removeprefix("data: "))
+
+    def post(self, path: str, **params: Any) -> None:
+        """POST without a body; anything but 2xx raises."""
+        self._http.post(path, params=params).raise_for_status()
+
+    def get(self, path: str) -> Any:
+        """GET, JSON."""
+        answer = self._http.get(path)
+        answer.raise_for_status()
+        return answer.json()
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric over all its label sets."""
+        found = re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", self._http.get("/metrics").text, re.MULTILINE)
+        if not found:
+            raise LookupError(f"/metrics has no {name}")
+        return sum(map(float, found))
+
+    def labels(self, name: str) -> dict[str, str]:
+        """The labels of a metric that has one label set."""
+        text = self._http.get("/metrics").text
+        (labels,) = re.findall(rf"^{re.escape(name)}\{{(.*)\}} 1(?:\.0)?$", text, re.MULTILINE)
+        return dict(re.findall(r'(\w+)="([^"]*)"', labels))
+
+    def usage_after_a_step(self) -> float:
+        """The pool's usage once everything else has ended: the gauge moves only with a step, so one tiny request is sent."""
+        self.complete("Hi", max_tokens=1)
+        return self.metric("vllm:kv_cache_usage_perc")
+
+    def _body(self, prompt: str, max_tokens: int, **extra: Any) -> dict[str, Any]:
+        return {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **extra}
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:
+    """Poll until the condition holds."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not so after {timeout_s:.0f} s: {what}")
+        time.sleep(0.05)
