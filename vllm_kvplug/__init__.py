@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 _PUBLIC = {
     "KVCacheManager": "vllm_kvplug.vllm_glue.manager",
     "KVCacheBlocks": "vllm_kvplug.block",
-    "BlockPool": "vllm_kvplug.vllm_glue.manager",
+    "BlockPool": "vllm_kvplug.vllm_glue.upstream_views",
     "Settings": "vllm_kvplug.settings",
 }
 __all__ = ["BlockPool", "KVCacheBlocks", "KVCacheManager", "Settings", "__version__", "install", "register"]

@@ -50,7 +50,7 @@ SYSTEM_PROMPT = (
     "beside platform one, which is open from six in the morning until ten in the evening. Always stay polite, "
     "also when a question is asked twice."
 )
-QUESTIONS = ("What is the capital of France?", "What is the capital of Italy?")
+QUESTIONS = ("What is the capital of France?", "Which river flows through Paris?")
 
 
 class DemoError(KVPlugError, RuntimeError):
@@ -94,6 +94,8 @@ def run(
     with _signals_as_interrupts(), tempfile.TemporaryDirectory(prefix="kvplug-demo-") as folder:
         _say(f"model      {model}")
         path = ensure_model(model, report=_say)
+        if path.startswith(("/", "./", "../")) and not Path(path).exists():
+            raise DemoError(f"model {path}: expected a checkpoint's folder, found nothing there")
         log_path = Path(folder) / "server.log"
         with ServerProcess(path, SERVER_ARGS, None, log_path, port=port, command=server_command) as server:
             _say(f"starting   {server}")

@@ -77,9 +77,8 @@ RESULT_ATTRIBUTES = ("blocks",)
 
 
 def takes_settings(manager_cls: type) -> bool:
-    """Whether the class is constructed with a keyword `settings` beside vLLM's."""
-    parameters = inspect.signature(manager_cls).parameters.values()
-    return any(p.name == "settings" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+    """Whether the class is constructed with a keyword `settings` beside vLLM's: a parameter of that name says so."""
+    return "settings" in inspect.signature(manager_cls).parameters
 
 
 def check_class(manager_cls: type, name: str) -> None:
@@ -132,7 +131,9 @@ def _drifts_of_call(
     try:
         signature.bind(*[None] * call.num_positional, **dict.fromkeys(call.keywords))
     except TypeError as error:
-        return [f"{shown_name}{signature} cannot be called as {shown_name}{as_called or call}: {error}"]
+        bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
+        found = signature.replace(parameters=bare, return_annotation=inspect.Signature.empty)
+        return [f"{shown_name}{found} cannot be called as {shown_name}{as_called or call}: {error}"]
     return []
 
 

@@ -1,0 +1,138 @@
+"""vLLM's own tests: fetched from the package registry at run time and laid out so that they run offline without a GPU.
+
+Nothing of them is ever committed. They run from their own folder, because the suite is itself a package called `tests`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+from vllm_kvplug.cli.models import store
+
+VLLM_VERSION = "0.17.1"
+SDIST_NAME = f"vllm-{VLLM_VERSION}.tar.gz"
+SDIST_SHA256 = "d26a95dcb92e2ff78ed4b48bff247d845b0c768edf6c0acf2401376a56c57b61"
+
+# Marks that upstream declares in its own pyproject.toml, which is left in the archive.
+_MARKS = (
+    "core_model",
+    "cpu_model",
+    "cpu_test",
+    "distributed",
+    "hybrid_model",
+    "optional",
+    "skip_global_cleanup",
+    "slow_test",
+    "split",
+)
+
+# file -> (text, replacement): what keeps a test from running on a machine without a GPU, plain upstream included.
+_EDITS = {
+    # The fixture that starts a process group asks for the GPU's backend.
+    "tests/conftest.py": ('backend="nccl"', 'backend="gloo"'),
+    # A mocked attribute is truthy: unless it is set, all tests of the file take the model for an encoder-decoder.
+    "tests/v1/streaming_input/test_scheduler_streaming.py": (
+        "model_config.is_multimodal_model = False\n",
+        "model_config.is_multimodal_model = False\n    vllm_config.model_config.is_encoder_decoder = False\n",
+    ),
+}
+
+
+class SuiteError(RuntimeError):
+    """The suite cannot be had or laid out: one line that says what to do."""
+
+
+def cache_folder() -> Path:
+    """Where downloads, the suite and the hub are kept: beside the models, see `kvplug model list`."""
+    return store.cache_folder().parent / "conformance"
+
+
+def sdist_path() -> Path:
+    """The source distribution in the cache, fetched with pip if it is not there, checked by its sha256 in any case."""
+    path = cache_folder() / SDIST_NAME
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            fetched = _download(Path(folder))
+            _check(fetched)
+            fetched.replace(path)
+    _check(path)
+    return path
+
+
+def _check(path: Path) -> None:
+    found = hashlib.sha256(path.read_bytes()).hexdigest()
+    if found != SDIST_SHA256:
+        raise SuiteError(f"{path}: expected sha256 {SDIST_SHA256}, found {found}; remove the file and try again")
+
+
+def _download(folder: Path) -> Path:
+    # pip asks a source distribution for its metadata even when only told to download it. The variables keep vLLM's
+    # build script quick (no compiler, no CUDA); it needs setuptools-scm and torch, which the environment has.
+    environ = {**os.environ, "VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": VLLM_VERSION}
+    requirements = folder / "requirements.txt"
+    requirements.write_text(f"vllm=={VLLM_VERSION} --hash=sha256:{SDIST_SHA256}\n")
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--no-binary=vllm",
+        "--no-build-isolation",
+    ]
+    command += ["--require-hashes", "--requirement", str(requirements), "--dest", str(folder)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    path = folder / SDIST_NAME
+    if done.returncode or not path.exists():
+        lines = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()
+        raise SuiteError(f"could not download {SDIST_NAME} with pip (exit status {done.returncode}): {lines[-1]}")
+    return path
+
+
+def suite_folder() -> Path:
+    """The suite, laid out: the folder that holds upstream's `tests`. Made once for each version of this file."""
+    archive = sdist_path()
+    layout = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+    folder = cache_folder() / f"suite-{VLLM_VERSION}-{layout}"
+    if not folder.exists():
+        scratch = Path(tempfile.mkdtemp(dir=folder.parent))
+        try:
+            _lay_out(archive, scratch)
+            # A second run may have been quicker: its folder is as good.
+            with contextlib.suppress(OSError):
+                scratch.rename(folder)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    return folder
+
+
+def _lay_out(archive: Path, folder: Path) -> None:
+    prefix = f"vllm-{VLLM_VERSION}/"
+    with tarfile.open(archive) as tar:
+        for member in tar:
+            name = member.name.removeprefix(prefix)
+            source = tar.extractfile(member) if name.startswith("tests/") and member.isfile() else None
+            if source is not None:
+                path = folder / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(source.read())
+    for name, (text, replacement) in _EDITS.items():
+        path = folder / name
+        code = path.read_text()
+        if code.count(text) != 1:
+            raise SuiteError(
+                f"{name} of vLLM {VLLM_VERSION}: expected {text.strip()!r} once, found it {code.count(text)} times"
+            )
+        path.write_text(code.replace(text, replacement))
+    marks = "".join(f"    {mark}: upstream's\n" for mark in _MARKS)
+    (folder / "pytest.ini").write_text(f"[pytest]\nmarkers =\n{marks}")
