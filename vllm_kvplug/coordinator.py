@@ -98,7 +98,7 @@ class Coordinator:
 
     def quiet_limit_tokens(self, request_id: str) -> int:
         """The most tokens that the request can grow to without any group having something to do."""
-        return min(group.quiet_limit_tokens(request_id) for group in self.groups)
+        return min(group.quiet_limit_tokens(request_id, caches=self._enable_caching) for group in self.groups)
 
     def take_unreported_block_ids(self) -> list[int]:
         """New block ids of all groups since the last call."""

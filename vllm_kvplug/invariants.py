@@ -77,5 +77,5 @@ def _check_tables(manager: CacheManager) -> None:
     for request_id, limit in manager._quiet_limits_tokens.items():
         has_tables = all(request_id in group.tables for group in manager.groups)
         _expect(f"request {request_id!r}: a block table, as the decode shortcut knows it", True, has_tables)
-        expected = min(group.quiet_limit_tokens(request_id) for group in manager.groups)
+        expected = manager._coordinator.quiet_limit_tokens(request_id)
         _expect(f"request {request_id!r}: decode shortcut's limit in tokens", expected, limit)

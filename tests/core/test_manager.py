@@ -92,6 +92,16 @@ def test_a_decode_step_inside_its_block_gets_the_shared_empty_answer() -> None:
     check_invariants(manager)
 
 
+def test_without_caching_the_decode_shortcut_serves_up_to_the_last_slot() -> None:
+    manager = make_manager(enable_caching=False)
+    request = prefilled(manager, "a", list(range(9)))
+    manager._coordinator = None  # whatever still walks the whole path fails now
+    for token in (50, 51, 52):
+        assert run_decode(manager, request, token) is manager.empty_kv_cache_blocks
+    with pytest.raises(AttributeError):
+        run_decode(manager, request, 53)
+
+
 def test_lookahead_slots_are_taken_and_not_cached() -> None:
     manager = make_manager()
     request = FakeRequest("a", list(range(4)))

@@ -170,13 +170,14 @@ class AttentionGroup(ABC):
         table = self.tables.get(request_id)
         return table.block_ids if table is not None else []
 
-    def quiet_limit_tokens(self, request_id: str) -> int:
-        """The most tokens that this request can grow to without a new block and without one becoming full."""
+    def quiet_limit_tokens(self, request_id: str, *, caches: bool) -> int:
+        """The most tokens that this request can grow to without a new block and, if it caches, without one to cache."""
         table = self.tables[request_id]
         num_tokens_per_block = self.num_tokens_per_block
-        return min(
-            len(table.block_ids) * num_tokens_per_block, (table.num_cached_blocks + 1) * num_tokens_per_block - 1
-        )
+        capacity_tokens = len(table.block_ids) * num_tokens_per_block
+        if not caches:
+            return capacity_tokens
+        return min(capacity_tokens, (table.num_cached_blocks + 1) * num_tokens_per_block - 1)
 
     def take_unreported_block_ids(self) -> list[int]:
         """Ids handed out since the last call, in order."""

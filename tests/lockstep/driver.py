@@ -1,0 +1,95 @@
+"""Carries out a trace: the scheduler's operations, and those on the cache as a whole, reading, and misuse."""
+
+from __future__ import annotations
+
+import random
+
+from tests.lockstep.scheduler import SmallScheduler
+from tests.lockstep.trace import FRESH_EMPTY, Op
+from tests.lockstep.twins import Phase
+
+
+class Driver(SmallScheduler):
+    """Every operation of `trace.py` is a public method, here or in the scheduler."""
+
+    def apply(self, op: Op) -> None:
+        """Carry out one operation."""
+        getattr(self, op.name)(**op.values)
+        self.counts["steps"] += 1
+
+    # The cache as a whole
+
+    def evict(self, ids_seed: int, num_ids: int) -> None:
+        num_blocks = self.setup.num_blocks
+        block_ids = set(random.Random(ids_seed).choices(range(num_blocks), k=num_ids))
+        num_cached = len([None for block_id in block_ids if self.pair.state["block hashes"][block_id] is not None])
+        self.pair.call("evict_blocks", block_ids)
+        self.counts["blocks evicted on request"] += num_cached
+
+    def reset(self) -> None:
+        done = self.pair.call("reset_prefix_cache").upstream
+        self.counts["resets" if done else "resets refused"] += 1
+
+    def reset_running(self) -> None:
+        """Preempt whoever runs, then reset; refused where tokens from outside are still on their way."""
+        for twin in reversed(self._in_phase(Phase.RUNNING)):
+            self._preempt(twin)
+        self.reset()
+
+    # Reading
+
+    def common_prefix(self, which: int) -> None:
+        twin = self._pick(which, Phase.RUNNING)
+        if twin is not None:
+            answers = self.pair.call("get_num_common_prefix_blocks", twin.request_id)
+            self.counts["common prefixes"] += any(answers.upstream)
+
+    def common_prefix_unknown(self, which: int) -> None:
+        """For a request that the managers have never seen, or not yet, or no longer."""
+        names = ["ghost", f"r{self._num_created}", *(twin.request_id for twin in self._finished)]
+        self.pair.call("get_num_common_prefix_blocks", names[which % len(names)])
+
+    def take_new_block_ids(self) -> None:
+        self.pair.call("take_new_block_ids")
+
+    def take_events(self) -> None:
+        self.pair.call("take_events")
+
+    def take_stats(self) -> None:
+        self.pair.call("make_prefix_cache_stats")
+
+    def read_blocks(self, which: int) -> None:
+        """Look at a request's blocks, known or not, and keep the answer for a while."""
+        twins = [*self._alive, *self._finished]
+        request_id = twins[which % len(twins)].request_id if twins else "ghost"
+        self.pair.keep(self.pair.call("get_blocks", request_id))
+        self.pair.call("get_block_ids", request_id)
+
+    def new_step(self) -> None:
+        self.pair.call("new_step_starts")
+
+    def remove_skipped(self, which: int) -> None:
+        twin = self._pick(which, Phase.WAITING, Phase.RUNNING)
+        if twin is not None:
+            self.pair.call("remove_skipped_blocks", twin.request_id, twin.num_computed_tokens)
+
+    # Misuse: upstream refuses it before it changes anything, and so must ours
+
+    def misuse(self, which: int, kind: int) -> None:
+        state = self.pair.state
+        running = self._in_phase(Phase.RUNNING)
+        admitted = [twin for twin in running if twin.request_id in state["cached counts"]]
+        others = [twin for twin in running if twin not in admitted]
+        if kind == 0:
+            self.pair.call("evict_blocks", {self.setup.num_blocks + which})
+        elif kind == 1 and running:
+            self.pair.call("allocate_slots", running[which % len(running)], 0)
+        elif kind == 2 and admitted:
+            # Hits for a request that had its turn.
+            twin = admitted[which % len(admitted)]
+            blocks = self.pair.call("get_blocks", twin.request_id)
+            self.pair.call("allocate_slots", twin, 1, self.setup.block_size, blocks)
+        elif kind == 3 and others and state["free order"]:
+            # A lookup's answer, even without a hit, for a request that got its blocks without one.
+            twin = others[which % len(others)]
+            self.pair.call("allocate_slots", twin, 1, new_computed_blocks=self._no_hits(FRESH_EMPTY))
