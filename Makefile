@@ -50,6 +50,7 @@ lock: env  ## Resolve packaging/*.in into the lock files again, keeping the vers
 	$(LOCK) packaging/uv-bootstrap.in -o packaging/uv-bootstrap.lock
 
 wheel: env  ## Build the wheel into dist/
+	@rm -rf build  # setuptools would pack files there that are no longer in the package
 	@uv="$$($(ANY_PYTHON) packaging/environment.py --print-uv)" && \
 	UV_PYTHON_DOWNLOADS=never "$$uv" build --quiet --wheel --no-build-isolation --python $(BIN)/python --out-dir dist . && ls dist/*.whl
 

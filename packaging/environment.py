@@ -153,7 +153,9 @@ def find_or_install_uv() -> str:
     lock = str(ROOT / "packaging" / "uv-bootstrap.lock")
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps",
                "--require-hashes", "--upgrade", "--target", str(ROOT / ".uv"), "-r", lock]  # fmt: skip
-    if subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode != 0 or uv_version(str(own)) is None:
+    env = dict(os.environ, PIP_ROOT_USER_ACTION="ignore")
+    done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, check=False)
+    if done.returncode != 0 or uv_version(str(own)) is None:
         raise SetupError(
             f"uv could not be installed with {sys.executable} -m pip (its message is above): "
             "install pip (Debian: apt-get install python3-pip) or put uv on PATH"
@@ -227,12 +229,14 @@ def make_environment(venv: Path, requested: str | None) -> None:
         if is_up_to_date(venv, requested):
             return
         uv = find_or_install_uv()
+        make_virtual_environment(venv, uv, requested)
         with contextlib.suppress(FileNotFoundError):
             (venv / STAMP_NAME).unlink()
-        make_virtual_environment(venv, uv, requested)
         python = str(venv / "bin" / "python")
         say("installing the locked packages (a few minutes with an empty cache)")
-        run_uv(uv, ["pip", "sync", "--python", python, "--require-hashes", "requirements.lock"])
+        # A terminal sees the progress of the downloads; a log needs no line for each of 200 packages.
+        quiet = [] if sys.stderr.isatty() else ["--quiet"]
+        run_uv(uv, ["pip", "sync", *quiet, "--python", python, "--require-hashes", "requirements.lock"])
         # Both builds use the locked setuptools: with build isolation they would fetch another one, unlocked.
         run_uv(uv, ["pip", "install", "--quiet", "--python", python, "--no-deps", "--no-build-isolation",
                     "./packaging/vllm-cpu-metadata", "-e", "."])  # fmt: skip

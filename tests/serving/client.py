@@ -75,7 +75,7 @@ class Client:
         return dict(re.findall(r'(\w+)="([^"]*)"', labels))
 
     def usage_after_a_step(self) -> float:
-        """The pool's usage once everything else has ended: the gauge moves only with a step, so one tiny request is sent."""
+        """The pool's usage once all else has ended: the gauge moves only with a step, so a tiny request is sent."""
         self.complete("Hi", max_tokens=1)
         return self.metric("vllm:kv_cache_usage_perc")
 

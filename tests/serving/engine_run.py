@@ -1,7 +1,7 @@
 """One engine in this process, one batch of greedy requests, all added before the first step: JSON of what came out.
 
-Run as a program, once for each manager: `python -m tests.serving.engine_run MANAGER MODEL OUTPUT`. vLLM's in-process engine is
-deterministic then, so two managers that decide alike give equal texts.
+Run as a program, once for each manager: `python -m tests.serving.engine_run MANAGER MODEL OUTPUT`. vLLM's in-process
+engine is deterministic then, so two managers that decide alike give equal texts.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""A real server with kvplug: streaming, many clients, aborts, resets, pauses, sleep. Effects are judged by the next request's
-cached tokens and by the pool's usage, not by status 200.
+"""A real server with kvplug: streaming, many clients, aborts, resets, pauses, sleep.
+
+Effects are judged by the next request's cached tokens and by the pool's usage, not by status 200.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from vllm_kvplug.cli.models.catalogue import DEFAULT_NAME
 from vllm_kvplug.cli.models.store import ensure_model
-from vllm_kvplug.cli.server_process import ServerProcess
+from vllm_kvplug.cli.server_process import ServerError, ServerProcess
 from vllm_kvplug.errors import KVPlugError
 
 MANAGER = "kvplug"
@@ -126,7 +126,12 @@ def _show_requests(server: ServerProcess) -> None:
                 "the second request shares a long prefix with the first: expected cached tokens, found none"
             )
     except (httpx.HTTPError, DemoError) as error:
-        message = str(error) if isinstance(error, DemoError) else f"a request failed: {_in_words(error)}"
+        message = str(error)
+        if isinstance(error, httpx.HTTPError):
+            message = f"a request failed: {str(error) or type(error).__name__}"
+            # A server that dies closes its connections a moment before it has an exit status.
+            with contextlib.suppress(ServerError):
+                server.wait(2.0)
         if server.returncode is not None:
             message = f"the server ended with exit status {server.returncode} during the requests ({message})"
         raise DemoError(server.with_log_tail(message)) from None
@@ -191,10 +196,6 @@ def _checked(response: httpx.Response) -> httpx.Response:
 def _shortened(text: str) -> str:
     line = " ".join(text.split())
     return line if len(line) <= 200 else line[:200] + "..."
-
-
-def _in_words(error: httpx.HTTPError) -> str:
-    return str(error) or type(error).__name__
 
 
 def _keep(server: ServerProcess) -> None:
