@@ -82,7 +82,7 @@ def around_parse_args(
 ) -> Any:
     """Settle the choice as soon as everything is parsed, in the namespace, which further API servers get as it is."""
     try:
-        _check_dotted(sys.argv[1:] if args is None else args)
+        _check_dotted(_with_config_file(parser, sys.argv[1:] if args is None else args))
         parsed = original(parser, args, namespace)
         if hasattr(parsed, "additional_config"):
             parsed.additional_config, _ = settle(
@@ -94,6 +94,13 @@ def around_parse_args(
     except KVPlugError as error:
         _refuse(parser, error)
     return parsed
+
+
+def _with_config_file(parser: Any, args: Sequence[str]) -> list[str]:
+    """The arguments of `--config FILE` and then those given, as vLLM's parser takes them."""
+    if "--config" not in args[:-1]:
+        return list(args)
+    return [*parser.load_config_file(args[args.index("--config") + 1]), *args]
 
 
 def _check_dotted(args: Sequence[str]) -> None:

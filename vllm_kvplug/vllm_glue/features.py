@@ -56,19 +56,22 @@ def _unsupported_models(vllm_config: Any) -> Iterator[tuple[str, str, str]]:
 
 
 def _unsupported_attention(vllm_config: Any, found_at: str) -> Iterator[tuple[str, str, str]]:
-    """Layers that see only a window. vLLM keeps mixed layers in one group of full attention when told so."""
+    """Layers that see only a window. vLLM keeps mixed layers in one group of full attention when told so.
+
+    `cache_config.sliding_window` is set when it holds for every layer.
+    """
     from vllm.transformers_utils.config import is_interleaved
 
     model = vllm_config.model_config
     unified = vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
     one_group = f"--disable-hybrid-kv-cache-manager (every layer keeps its whole KV cache), or {_UPSTREAM}"
-    window = model.get_sliding_window()
+    window = vllm_config.cache_config.sliding_window
     if model.attention_chunk_size is not None:
         if not unified:
             yield "chunked local attention", f"{found_at}, attention_chunk_size {model.attention_chunk_size}", one_group
     elif is_interleaved(model.hf_text_config):
         kinds = ", ".join(sorted(set(model.hf_text_config.layer_types)))
-        if not unified and not model.is_hybrid:
+        if not unified:
             yield "layers of several attention types", f"{found_at}, layer_types {kinds}", one_group
     elif window is not None:
         cap = f"--disable-sliding-window (at most {window} tokens a request), or {_UPSTREAM}"

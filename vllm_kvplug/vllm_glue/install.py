@@ -20,7 +20,6 @@ def install() -> None:
     """Put the hooks in place, in each module now or when it is imported. Idempotent; imports nothing of vLLM itself."""
     patching.when_imported("vllm.utils.argparse_utils", _patch_parser)
     patching.when_imported("vllm.engine.arg_utils", _patch_engine_args)
-    patching.when_imported("vllm.config.scheduler", _patch_scheduler_config)
 
 
 def vllm_version() -> str:
@@ -62,26 +61,28 @@ def _where_it_fits(patch: Callable[[ModuleType], None]) -> Callable[[ModuleType]
 
 @_where_it_fits
 def _patch_parser(module: ModuleType) -> None:
-    from vllm_kvplug.vllm_glue import cli
-
-    patching.wrap_method(module.FlexibleArgumentParser, "parse_args", cli.around_parse_args)
+    patching.wrap_method(module.FlexibleArgumentParser, "parse_args", _around_parse_args)
 
 
 @_where_it_fits
 def _patch_engine_args(module: ModuleType) -> None:
-    from vllm_kvplug.vllm_glue import cli
-
-    patching.wrap_method(module.EngineArgs, "add_cli_args", cli.around_add_cli_args)
+    patching.wrap_method(module.EngineArgs, "add_cli_args", _around_add_cli_args)
     for args_cls in (module.EngineArgs, module.AsyncEngineArgs):
         patching.wrap_method(args_cls, "__init__", _around_engine_args_init)
     patching.wrap_method(module.EngineArgs, "create_engine_config", _around_create_engine_config)
 
 
-@_where_it_fits
-def _patch_scheduler_config(module: ModuleType) -> None:
-    from vllm_kvplug.vllm_glue import v0_17
+# The command line's part is imported by the processes that have one.
+def _around_add_cli_args(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    from vllm_kvplug.vllm_glue import cli
 
-    patching.wrap_method(module.SchedulerConfig, "get_scheduler_cls", v0_17.around_get_scheduler_cls)
+    return cli.around_add_cli_args(original, *args, **kwargs)
+
+
+def _around_parse_args(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    from vllm_kvplug.vllm_glue import cli
+
+    return cli.around_parse_args(original, *args, **kwargs)
 
 
 def _around_engine_args_init(original: Callable[..., None], engine_args: Any, *args: Any, **kwargs: Any) -> None:
@@ -94,12 +95,12 @@ def _around_engine_args_init(original: Callable[..., None], engine_args: Any, *a
 
 def _around_create_engine_config(original: Callable[..., Any], engine_args: Any, *args: Any, **kwargs: Any) -> Any:
     """Where every engine's configuration is made: the choice is final here, and what it cannot serve is refused."""
-    from vllm_kvplug.vllm_glue import cli, features, registry, v0_17
-
     engine_args.additional_config, choice = settle(engine_args.additional_config)
     vllm_config = original(engine_args, *args, **kwargs)
     if choice is None:
         return vllm_config
+    from vllm_kvplug.vllm_glue import cli, features, registry, v0_17
+
     if registry.is_kvplug(choice["name"]):
         try:
             features.refuse_unsupported(vllm_config)

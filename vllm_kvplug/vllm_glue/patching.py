@@ -67,6 +67,8 @@ class _ImportWatcher(MetaPathFinder):
             execute(module)
             for patch in self.patches.pop(fullname, []):
                 patch(module)
+            if not self.patches and self in sys.meta_path:
+                sys.meta_path.remove(self)
 
         loader.exec_module = exec_module
         return spec

@@ -20,21 +20,21 @@ from vllm_kvplug.vllm_glue.choice import ManagerChoice, chosen
 # A scheduler is constructed with our class under this name in its modules; one engine at a time in a process.
 _NAME = "KVCacheManager"
 _swap_lock = threading.RLock()
-_activated = False
 
 
 def activate() -> None:
     """A manager was chosen in this process: from now on `SchedulerBuilder` builds the schedulers, and engines check."""
-    global _activated  # noqa: PLW0603
-    _activated = True
+    patching.when_imported("vllm.config.scheduler", _patch_scheduler_config)
     patching.when_imported("vllm.v1.engine.core", _patch_engine_core)
     patching.when_imported("vllm.v1.engine.async_llm", _patch_front_end)
 
 
-def around_get_scheduler_cls(original: Callable[..., type], *args: Any, **kwargs: Any) -> Any:
-    """vLLM's scheduler class itself while nothing was ever chosen in this process; then what builds it as chosen."""
-    scheduler_cls = original(*args, **kwargs)
-    return SchedulerBuilder(scheduler_cls) if _activated else scheduler_cls
+def _patch_scheduler_config(module: ModuleType) -> None:
+    patching.wrap_method(module.SchedulerConfig, "get_scheduler_cls", _around_get_scheduler_cls)
+
+
+def _around_get_scheduler_cls(original: Callable[..., type], *args: Any, **kwargs: Any) -> SchedulerBuilder:
+    return SchedulerBuilder(original(*args, **kwargs))
 
 
 class SchedulerBuilder:

@@ -1,0 +1,61 @@
+"""Small parts that several test files need: configurations without weights, and one-line checks."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 128,
+    "head_dim": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 512,
+    "max_position_embeddings": 512,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 1,
+    "tie_word_embeddings": True,
+}
+# Engines of these tests: random weights from the configuration alone, no tokenizer, a pool that is ready at once.
+ENGINE_ARGS: dict[str, Any] = {
+    "load_format": "dummy",
+    "skip_tokenizer_init": True,
+    "enforce_eager": True,
+    "block_size": 16,
+    "max_model_len": 256,
+    "num_gpu_blocks_override": 64,
+}
+
+# Lines that importing torch and vLLM write themselves: the machine's CUDA, and docstrings with stray backslashes.
+_IMPORT_NOISE = re.compile(r"[WI]\d{4} .*|.*SyntaxWarning.*|  .*")
+
+
+def model_folder(folder: Path, **changes: Any) -> str:
+    """A model as far as its configuration goes: tiny Qwen2 with `changes`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(QWEN2 | changes))
+    return str(folder)
+
+
+def run_python(
+    *args: str, timeout_s: float = 300, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run this interpreter in the repository's root."""
+    return subprocess.run(
+        [sys.executable, *args], cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+
+
+def own_lines(stderr: str) -> list[str]:
+    """The lines of a process's stderr that its imports did not write."""
+    return [line for line in stderr.splitlines() if not _IMPORT_NOISE.fullmatch(line)]

@@ -1,0 +1,60 @@
+"""Names of managers: built in, other packages' entry points, and `module:Class`."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+from typing import Any
+
+import pytest
+
+from vllm_kvplug.errors import SettingsError
+from vllm_kvplug.vllm_glue import registry
+
+PLAIN = "tests.glue.managers:Plain"
+
+
+@pytest.fixture
+def entry_points(monkeypatch: pytest.MonkeyPatch) -> list[EntryPoint]:
+    """What other packages registered; the test fills it."""
+    registered: list[EntryPoint] = []
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point for point in registered if point.group == group])
+    return registered
+
+
+def test_entry_points_are_names(entry_points: list[EntryPoint]) -> None:
+    entry_points.append(EntryPoint("plain", PLAIN, "vllm_kvplug.managers"))
+    entry_points.append(EntryPoint("elsewhere", PLAIN, "another.group"))
+    assert registry.names() == ["kvplug", "plain", "upstream"]
+    from tests.glue.managers import Plain
+
+    assert registry.load("plain") is Plain
+    assert registry.load(PLAIN) is Plain
+
+
+def test_a_name_claimed_twice_is_refused(entry_points: list[EntryPoint]) -> None:
+    entry_points.append(EntryPoint("plain", PLAIN, "vllm_kvplug.managers"))
+    entry_points.append(EntryPoint("plain", "tests.glue.managers:Another", "vllm_kvplug.managers"))
+    with pytest.raises(SettingsError, match=r"'plain' is claimed by .*Another and .*Plain"):
+        registry.target("plain")
+
+
+def test_our_own_name_cannot_be_taken(entry_points: list[EntryPoint]) -> None:
+    entry_points.append(EntryPoint("kvplug", PLAIN, "vllm_kvplug.managers"))
+    from vllm_kvplug import KVCacheManager
+
+    assert registry.load("kvplug") is KVCacheManager
+    assert registry.is_kvplug("kvplug")
+    assert registry.is_kvplug("vllm_kvplug.vllm_glue.manager:KVCacheManager")
+    assert not registry.is_kvplug(PLAIN)
+
+
+def test_settings_reach_only_a_class_that_takes_them(kv_cache_config: Any) -> None:
+    registry.validate(PLAIN, {})
+    with pytest.raises(SettingsError, match=r"takes no settings .* found \{'depth': 1\}"):
+        registry.validate(PLAIN, {"depth": 1})
+    with_settings = "tests.glue.managers:WithSettings"
+    registry.validate(with_settings, {"depth": 1})
+    with pytest.raises(SettingsError, match=r"unknown .'width'., allowed: depth"):
+        registry.validate(with_settings, {"width": 1})
+    build = registry.factory(with_settings, {"depth": 1})
+    assert build(kv_cache_config=kv_cache_config, max_model_len=64, hash_block_size=16).settings == {"depth": 1}

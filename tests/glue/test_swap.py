@@ -1,0 +1,204 @@
+"""The swap: vLLM's own schedulers, a user's, and those that take no part. The choice is in force, or it is an error."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import vllm_kvplug
+from vllm_kvplug.errors import ContractError
+from vllm_kvplug.vllm_glue import report, v0_17
+from vllm_kvplug.vllm_glue.choice import ManagerChoice, chosen
+
+HOLDERS = ["vllm.v1.core.sched.scheduler", "tests.glue.own_scheduler"]
+
+
+@pytest.fixture
+def upstream_manager() -> Any:
+    """vLLM's own class; after the test it is back under its name wherever it was."""
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    yield KVCacheManager
+    for name in HOLDERS:
+        if name in sys.modules:
+            assert sys.modules[name].KVCacheManager is KVCacheManager
+
+
+def build(vllm_config: Any, kv_cache_config: Any) -> Any:
+    """A scheduler, made as EngineCore makes it."""
+    return vllm_config.scheduler_config.get_scheduler_cls()(
+        vllm_config=vllm_config,
+        kv_cache_config=kv_cache_config,
+        structured_output_manager=SimpleNamespace(),
+        include_finished_set=False,
+        log_stats=True,
+        block_size=16,
+    )
+
+
+def with_choice(name: str | None, config: dict[str, Any] | None = None) -> Any:
+    extra = {} if name is None else {"kv_cache_manager": ManagerChoice(name=name, config=config or {})}
+    return SimpleNamespace(additional_config=extra)
+
+
+def test_nothing_chosen_is_the_class_itself(make_config: Any) -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    for kwargs in ({}, {"kv_cache_manager": "upstream"}):
+        vllm_config = make_config(**kwargs)
+        assert vllm_config.additional_config == {}
+        assert vllm_config.scheduler_config.get_scheduler_cls() is Scheduler
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_vllms_own_schedulers(make_config: Any, kv_cache_config: Any, upstream_manager: type, is_async: bool) -> None:
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    vllm_config = make_config(kv_cache_manager="kvplug", kv_cache_manager_config={"eviction": "lru"})
+    vllm_config.scheduler_config.async_scheduling = is_async
+    scheduler = build(vllm_config, kv_cache_config)
+    assert type(scheduler) is (AsyncScheduler if is_async else Scheduler)
+    assert type(scheduler.kv_cache_manager) is vllm_kvplug.KVCacheManager
+    assert scheduler.kv_cache_manager.settings.eviction == "lru"
+    assert scheduler.kv_cache_manager.log_stats
+
+
+def test_a_users_own_scheduler_class(make_config: Any, kv_cache_config: Any, upstream_manager: type) -> None:
+    from tests.glue.schedulers import Inherited
+
+    vllm_config = make_config(kv_cache_manager="kvplug", scheduler_cls="tests.glue.schedulers.Inherited")
+    scheduler = build(vllm_config, kv_cache_config)
+    assert type(scheduler) is Inherited
+    assert type(scheduler.kv_cache_manager) is vllm_kvplug.KVCacheManager
+
+
+def test_a_scheduler_that_ignores_the_choice_is_an_error(
+    make_config: Any, kv_cache_config: Any, upstream_manager: type
+) -> None:
+    vllm_config = make_config(kv_cache_manager="kvplug", scheduler_cls="tests.glue.schedulers.Ignoring")
+    with pytest.raises(ContractError) as refusal:
+        build(vllm_config, kv_cache_config)
+    message = str(refusal.value)
+    assert message.startswith("scheduler tests.glue.schedulers.Ignoring: expected kv_cache_manager 'kvplug' in force")
+    assert "found vllm.v1.core.kv_cache_manager.KVCacheManager" in message
+
+
+def test_a_failing_scheduler_leaves_vllm_as_it_was(
+    make_config: Any, kv_cache_config: Any, upstream_manager: type
+) -> None:
+    vllm_config = make_config(kv_cache_manager="kvplug", scheduler_cls="tests.glue.schedulers.Failing")
+    with pytest.raises(RuntimeError, match="no scheduler today"):
+        build(vllm_config, kv_cache_config)
+
+
+def test_one_after_another_in_one_process(kv_cache_config: Any, upstream_manager: type) -> None:
+    from tests.glue import managers
+    from tests.glue.own_scheduler import Small
+
+    builder = v0_17.SchedulerBuilder(Small)
+    expected = {
+        "kvplug": vllm_kvplug.KVCacheManager,
+        None: upstream_manager,
+        "tests.glue.managers:Another": managers.Another,
+        "tests.glue.managers:Plain": managers.Plain,
+    }
+    for name, manager_cls in expected.items():
+        scheduler = builder(vllm_config=with_choice(name), kv_cache_config=kv_cache_config)
+        assert type(scheduler.kv_cache_manager) is manager_cls
+    by_position = builder(with_choice("kvplug"), kv_cache_config)
+    assert type(by_position.kv_cache_manager) is vllm_kvplug.KVCacheManager
+
+
+def test_settings_reach_a_third_party(kv_cache_config: Any) -> None:
+    from tests.glue.own_scheduler import Small
+
+    choice = with_choice("tests.glue.managers:WithSettings", {"depth": 3})
+    scheduler = v0_17.SchedulerBuilder(Small)(vllm_config=choice, kv_cache_config=kv_cache_config)
+    assert scheduler.kv_cache_manager.settings == {"depth": 3}
+
+
+def test_an_instance_that_drifts_is_an_error(kv_cache_config: Any) -> None:
+    from tests.glue.own_scheduler import Small
+
+    choice = with_choice("tests.glue.managers:WithoutEmptyBlocks")
+    with pytest.raises(ContractError, match="attribute empty_kv_cache_blocks is missing"):
+        v0_17.SchedulerBuilder(Small)(vllm_config=choice, kv_cache_config=kv_cache_config)
+
+
+def fake_engine_core(choice: Any, manager: Any, kv_cache_config: Any) -> Any:
+    scheduler = SimpleNamespace(kv_cache_manager=manager, kv_cache_config=kv_cache_config)
+    return SimpleNamespace(vllm_config=choice, scheduler=scheduler)
+
+
+def test_an_engine_whose_hook_was_replaced_does_not_start(kv_cache_config: Any, upstream_manager: Any) -> None:
+    sizes = {"kv_cache_config": kv_cache_config, "max_model_len": 256, "hash_block_size": 16}
+    upstream, ours = upstream_manager(**sizes), vllm_kvplug.KVCacheManager(**sizes)
+
+    def start(choice: Any, manager: Any) -> None:
+        # vLLM's __init__ is over by then; the engine is as another plugin left it.
+        v0_17._around_engine_core_init(lambda engine: None, fake_engine_core(choice, manager, kv_cache_config))
+
+    start(with_choice("kvplug"), ours)
+    start(with_choice(None), upstream)
+    with pytest.raises(ContractError, match="expected kv_cache_manager 'kvplug' in force"):
+        start(with_choice("kvplug"), upstream)
+
+
+def test_activation_hooks_the_engine_once() -> None:
+    from vllm.v1.engine.core import EngineCore
+
+    from vllm_kvplug.vllm_glue import patching
+
+    v0_17.activate()
+    hooked = EngineCore.__init__
+    assert patching.is_hooked(EngineCore, "__init__")
+    v0_17.activate()
+    assert EngineCore.__init__ is hooked
+    assert EngineCore.kvplug_report is report.of_engine_core
+
+
+def test_report_is_the_running_managers_answer(kv_cache_config: Any) -> None:
+    from tests.glue import managers
+
+    sizes = {"kv_cache_config": kv_cache_config, "max_model_len": 256, "hash_block_size": 16}
+    ours = fake_engine_core(with_choice("kvplug"), vllm_kvplug.KVCacheManager(**sizes), kv_cache_config)
+    answer = report.of_engine_core(ours)
+    assert answer["manager"] == "kvplug"
+    assert answer["version"] == vllm_kvplug.__version__
+    assert (answer["eviction"], answer["num_blocks"], answer["block_size"]) == ("lru", "64", "16")
+
+    choice = with_choice("tests.glue.managers:WithSettings", {"depth": 3})
+    theirs = fake_engine_core(choice, managers.WithSettings(settings={"depth": 3}, **sizes), kv_cache_config)
+    assert report.of_engine_core(theirs) == {
+        "manager": "tests.glue.managers:WithSettings",
+        "class": "tests.glue.managers:WithSettings",
+        "version": "7",
+        "eviction": "deep",
+        "depth": "3",
+        "groups": "FullAttentionSpec",
+        "num_blocks": "64",
+        "block_size": "16",
+    }
+    with pytest.raises(ContractError, match="found vLLM's own"):
+        report.of_engine_core(SimpleNamespace(vllm_config=with_choice(None)))
+
+
+def test_log_line_once(kv_cache_config: Any, kvplug_log: list[str]) -> None:
+    from tests.glue.own_scheduler import Small
+
+    v0_17.SchedulerBuilder(Small)(vllm_config=with_choice("kvplug"), kv_cache_config=kv_cache_config)
+    (line,) = [line for line in kvplug_log if "in force" in line]
+    assert line.startswith(f"KV cache manager in force: kvplug {vllm_kvplug.__version__}, settings ")
+    assert '"eviction": "lru"' in line
+    assert "64 blocks of 16 tokens" in line
+
+
+def test_config_carries_the_very_choice(make_config: Any) -> None:
+    vllm_config = make_config(additional_config={"kv_cache_manager": "kvplug", "other": 1})
+    assert type(chosen(vllm_config)) is ManagerChoice
+    assert vllm_config.additional_config == {"kv_cache_manager": {"name": "kvplug", "config": {}}, "other": 1}
+    assert vllm_config.compute_hash()
