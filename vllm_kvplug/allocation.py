@@ -67,9 +67,7 @@ class AllocationPlan:
     Attributes:
         groups: by group.
         num_free_blocks_needed: free blocks that hits and new blocks take together.
-        defer: a group cannot serve this request in this step, whatever the number of free blocks.
     """
 
     groups: list[GroupPlan]
     num_free_blocks_needed: int
-    defer: bool = False

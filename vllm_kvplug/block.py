@@ -12,11 +12,23 @@ from typing import TYPE_CHECKING, Any, overload
 if TYPE_CHECKING:
     from vllm_kvplug.block_pool import BlockPool
 
+_NUM_GROUP_ID_BYTES = 4
+
+
+def make_key(block_hash: bytes, group_id: int) -> bytes:
+    """What a block is cached under, as vLLM shows it outside: its hash and, after it, its group, big endian."""
+    return block_hash + group_id.to_bytes(_NUM_GROUP_ID_BYTES, "big")
+
+
+def split_key(key: bytes) -> tuple[bytes, int]:
+    """A block's hash and its group: the reverse of `make_key`."""
+    return key[:-_NUM_GROUP_ID_BYTES], int.from_bytes(key[-_NUM_GROUP_ID_BYTES:], "big")
+
 
 class BlockView:
     """One block of a pool, as it is at the moment of asking. Equal to every other view of the same block."""
 
-    __slots__ = ("__weakref__", "_pool", "block_id")
+    __slots__ = ("_pool", "block_id")
 
     def __init__(self, pool: BlockPool, block_id: int) -> None:
         self._pool = pool
@@ -29,11 +41,11 @@ class BlockView:
 
     @property
     def block_hash(self) -> bytes | None:
-        """What the block is cached under: its hash, then its group in four bytes, big endian. None: not cached."""
+        """What the block is cached under, see `make_key`. None: not cached."""
         block_hash = self._pool.block_hashes[self.block_id]
         if block_hash is None:
             return None
-        return block_hash + self._pool.block_group_ids[self.block_id].to_bytes(4, "big")
+        return make_key(block_hash, self._pool.block_group_ids[self.block_id])
 
     @property
     def is_null(self) -> bool:

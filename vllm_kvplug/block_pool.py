@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Iterable, Sequence
-from weakref import WeakValueDictionary
 
 from vllm_kvplug.block import BlockView
 from vllm_kvplug.errors import BlockError, CallError
@@ -39,7 +38,6 @@ class BlockPool:
         self.block_group_ids = array("H", bytes(2 * num_blocks))
         self.indexes = tuple(PrefixIndex() for _ in range(num_groups))
         self._observers = observers
-        self._views: WeakValueDictionary[int, BlockView] = WeakValueDictionary()
 
     # Reading
 
@@ -61,15 +59,22 @@ class BlockPool:
         return 1.0 - len(self.free_blocks) / num_usable_blocks if num_usable_blocks else 0.0
 
     def view(self, block_id: int) -> BlockView:
-        """The object for a block id; the same one as long as somebody keeps it."""
-        view = self._views.get(block_id)
-        if view is None:
-            view = self._views[block_id] = BlockView(self, block_id)
-        return view
+        """An object for a block id; equal to every other one for it."""
+        return BlockView(self, block_id)
 
     def match(self, group_id: int, block_hashes: Iterable[bytes], max_num_blocks: int) -> list[int]:
         """Block ids of the longest cached leading run, at most `max_num_blocks`. Changes nothing."""
         return self.indexes[group_id].match(block_hashes, max_num_blocks)
+
+    def check_block_ids(self, block_ids: Collection[int]) -> None:
+        """See that the ids are this pool's.
+
+        Raises:
+            CallError: one is not.
+        """
+        for block_id in (min(block_ids), max(block_ids)) if block_ids else ():
+            if not 0 <= block_id < self.num_blocks:
+                raise CallError(f"block {block_id}: expected an id from 0 to {self.num_blocks - 1}")
 
     def num_free_among(self, block_ids: Sequence[int]) -> int:
         """How many of these blocks are free now (a hit takes them out of the free blocks)."""
@@ -100,7 +105,9 @@ class BlockPool:
         """Hold blocks that a lookup found: one reference more each; free ones leave the free blocks."""
         counts = self.reference_counts
         for block_id in block_ids:
-            if not counts[block_id] and block_id != NULL_BLOCK_ID:
+            if block_id == NULL_BLOCK_ID:
+                continue
+            if not counts[block_id]:
                 self.free_blocks.remove(block_id)
             counts[block_id] += 1
 
@@ -154,9 +161,7 @@ class BlockPool:
         Raises:
             CallError: an id is outside the pool. Nothing was changed.
         """
-        for block_id in block_ids:
-            if not 0 <= block_id < self.num_blocks:
-                raise CallError(f"cannot evict block {block_id}: expected an id from 0 to {self.num_blocks - 1}")
+        self.check_block_ids(block_ids)
         for block_id in block_ids:
             if self.block_hashes[block_id] is not None:
                 self._drop_hash(block_id)

@@ -1,7 +1,7 @@
 """The groups as one: match, plan, commit, cache and free across all of them.
 
 The order across groups is part of the behaviour: hits of all groups are held before anything new is taken; groups take
-    and free in their own order, one after the other.
+and free in their own order, one after the other.
 """
 
 from __future__ import annotations

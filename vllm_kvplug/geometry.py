@@ -58,11 +58,7 @@ class CacheGeometry:
         if self.max_model_len < 1:
             raise CallError(f"max_model_len: expected at least 1 token, found {self.max_model_len}")
         if len(self.groups) != 1:
-            raise UnsupportedError(
-                f"kvplug does not support {len(self.groups)} KV cache groups yet, only one of full attention or MLA; "
-                "works instead: --disable-hybrid-kv-cache-manager where the model allows it, or "
-                "--kv-cache-manager upstream"
-            )
+            raise UnsupportedError(f"KV cache groups: expected one, found {len(self.groups)}")
 
 
 def num_blocks_for(num_tokens: int, num_tokens_per_block: int) -> int:

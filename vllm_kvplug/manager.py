@@ -7,7 +7,7 @@ skip_reading_prefix_cache.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from vllm_kvplug import eviction
@@ -19,6 +19,8 @@ from vllm_kvplug.errors import CallError
 from vllm_kvplug.geometry import CacheGeometry
 from vllm_kvplug.observers import Observer, ObserverSet
 from vllm_kvplug.settings import Settings
+
+_BlockIds = tuple[Sequence[int], ...]  # block_ids[group][i]
 
 
 class CacheManager:
@@ -121,22 +123,25 @@ class CacheManager:
             num_lookahead_tokens=num_lookahead_tokens,
             max_model_len=self.max_model_len,
         )
-        self._check_demand(request, demand)
+        # The shared empty answer says that there was nothing to find; it does not admit a request.
         has_lookup = new_computed_blocks is not None and new_computed_blocks is not self.empty_kv_cache_blocks
         hit_block_ids = new_computed_blocks.block_ids if new_computed_blocks is not None else self._no_block_ids
-        if has_lookup and not self.enable_caching and any(hit_block_ids):
-            raise CallError(f"request {request.request_id!r}: prefix hits given while prefix caching is off")
+        self._check_demand(request, demand, hit_block_ids)
+        is_admission = has_lookup or num_external_computed_tokens > 0
+        return self._serve(request, demand, hit_block_ids, is_admission, self.enable_caching and not delay_cache_blocks)
 
+    def _serve(
+        self, request: Any, demand: SlotDemand, hit_block_ids: _BlockIds, is_admission: bool, caches_now: bool
+    ) -> KVCacheBlocks | None:
+        """Plan and, if the free blocks suffice, commit: hits first, then new blocks, then caching."""
         request_id = request.request_id
         # Even where the answer will be None: blocks that nobody looks at any more are free for others.
         self._coordinator.release_skipped(request_id, demand.num_present_tokens)
-        is_admission = has_lookup or num_external_computed_tokens > 0
         plan = self._coordinator.plan(request_id, demand, hit_block_ids, is_admission=is_admission)
-        if plan.defer or plan.num_free_blocks_needed > self.pool.num_free_blocks:
+        if plan.num_free_blocks_needed > self.pool.num_free_blocks:
             return None
         # Drafts may be rejected: only tokens that the request has for certain are cached.
         num_cache_tokens = min(demand.num_tokens_after_step, request.num_tokens)
-        caches_now = self.enable_caching and not delay_cache_blocks
         if caches_now:
             self._coordinator.check_block_hashes(request, num_cache_tokens)
         if is_admission:
@@ -148,9 +153,7 @@ class CacheManager:
         return self._answer(new_block_ids)
 
     def cache_blocks(self, request: Any, num_computed_tokens: int) -> None:
-        """Cache the blocks that are full with the request's first `num_computed_tokens` tokens (after an asynchronous
-        step).
-        """
+        """Cache what is full with the request's first `num_computed_tokens` tokens (after an asynchronous step)."""
         request_id = request.request_id
         limit = self._quiet_limits_tokens.get(request_id)
         if not self.enable_caching or (limit is not None and num_computed_tokens <= limit):
@@ -201,7 +204,16 @@ class CacheManager:
     def new_step_starts(self) -> None:
         """The scheduler begins a step. No group has anything to do then yet."""
 
-    def _check_demand(self, request: Any, demand: SlotDemand) -> None:
+    def _check_demand(self, request: Any, demand: SlotDemand, hit_block_ids: _BlockIds) -> None:
+        if not self.enable_caching and any(hit_block_ids):
+            num_hit_blocks = sum(map(len, hit_block_ids))
+            raise CallError(
+                f"request {request.request_id!r}: expected no prefix hits while prefix caching is off, "
+                f"found {num_hit_blocks} blocks"
+            )
+        for name in ("num_hit_tokens", "num_external_tokens", "num_lookahead_tokens"):
+            if (num_tokens := getattr(demand, name)) < 0:
+                raise CallError(f"request {request.request_id!r}: {name}: expected at least 0, found {num_tokens}")
         if demand.num_new_tokens < 0 or not (demand.num_new_tokens or demand.num_external_tokens):
             raise CallError(
                 f"request {request.request_id!r}: num_new_tokens: expected more than 0 where no external tokens come, "

@@ -24,7 +24,6 @@ def test_views_show_the_pool_as_it_is_now() -> None:
     assert partial.block_hash is None
     manager.free(request)
     assert full.ref_cnt == 0
-    assert full is manager.pool.view(1)
     assert full == manager.pool.view(1)
     assert full != partial
     assert len({full, manager.pool.view(1), partial}) == 2

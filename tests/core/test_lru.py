@@ -53,8 +53,8 @@ def test_against_a_plain_list(seed: int) -> None:
             freed, held = held[:num_blocks], held[num_blocks:]
             policy.push(freed)
             expected += freed
-        elif action == "remove" and policy._freed:
-            block_id = random_source.choice(list(policy._freed))
+        elif action == "remove" and expected:
+            block_id = random_source.choice(expected)
             policy.remove(block_id)
             expected.remove(block_id)
             held.append(block_id)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.core.support import FakeRequest, make_manager, run_decode, run_prefill
+from vllm_kvplug.block import KVCacheBlocks
 from vllm_kvplug.errors import CallError
 from vllm_kvplug.invariants import check_invariants
 from vllm_kvplug.manager import CacheManager
@@ -197,6 +198,12 @@ def test_reset_drops_the_cache_only_when_no_block_is_held() -> None:
     [
         ({"num_new_tokens": 0}, "num_new_tokens: expected more than 0.*found 0"),
         ({"num_new_tokens": -1}, "num_new_tokens: expected more than 0.*found -1"),
+        ({"num_new_tokens": 20, "num_lookahead_tokens": -9}, "num_lookahead_tokens: expected at least 0, found -9"),
+        ({"num_new_tokens": 1, "num_new_computed_tokens": -4}, "num_hit_tokens: expected at least 0, found -4"),
+        (
+            {"num_new_tokens": 1, "num_external_computed_tokens": -4},
+            "num_external_tokens: expected at least 0, found -4",
+        ),
         ({"num_new_tokens": 1, "num_external_computed_tokens": 4}, "external tokens come before its first block"),
     ],
 )
@@ -233,8 +240,26 @@ def test_too_few_block_hashes_are_refused_whole() -> None:
 def test_hits_while_caching_is_off_are_refused() -> None:
     manager = make_manager(enable_caching=False)
     prefilled(manager, "a", list(range(8)))
-    with pytest.raises(CallError, match="prefix hits given while prefix caching is off"):
+    with pytest.raises(CallError, match="expected no prefix hits while prefix caching is off, found 2 blocks"):
         manager.allocate_slots(FakeRequest("b", list(range(8))), 4, 4, manager.get_blocks("a"))
+
+
+@pytest.mark.parametrize("bad_id", [11, -1])
+def test_hits_outside_the_pool_are_refused_whole(bad_id: int) -> None:
+    manager = make_manager()
+    before = snapshot(manager)
+    hits = KVCacheBlocks.of_ids(manager.pool, ([1, bad_id],))
+    with pytest.raises(CallError, match=f"block {bad_id}: expected an id from 0 to 10"):
+        manager.allocate_slots(FakeRequest("b", list(range(9))), 1, 8, hits)
+    assert snapshot(manager) == before
+
+
+def test_new_block_ids_that_nobody_takes_stay_bounded() -> None:
+    manager = make_manager()
+    for number in range(50):
+        manager.free(prefilled(manager, str(number), list(range(number, number + 9))))
+    assert sorted(manager.take_new_block_ids()) == list(range(1, 11))
+    assert manager.take_new_block_ids() == []
 
 
 class Recorder(Observer):

@@ -41,7 +41,7 @@ def test_geometry_refuses_sizes_that_cannot_be() -> None:
         CacheGeometry(0, 10, (group,))
     with pytest.raises(CallError, match="max_model_len: expected at least 1 token, found 0"):
         CacheGeometry(10, 0, (group,))
-    with pytest.raises(UnsupportedError, match=r"2 KV cache groups yet.*works instead"):
+    with pytest.raises(UnsupportedError, match="KV cache groups: expected one, found 2"):
         CacheGeometry(10, 10, (group, group))
 
 

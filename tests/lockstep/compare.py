@@ -192,6 +192,10 @@ class Pair:
         ours = self._read(lambda: _plain(answers.ours, self.managers.ours))
         if self._description[0].startswith("take_events"):
             self.counts["events"] += len(upstream)
+        if self._description[0].startswith("take_new_block_ids") and upstream != ours:
+            # docs/deviations.md: an id that was handed out again since the last call is named once.
+            self.counts["block ids named once"] += 1
+            upstream = list(dict.fromkeys(upstream))
         if upstream != ours or type(upstream) is not type(ours):
             raise self._mismatch("answer", upstream, ours)
 

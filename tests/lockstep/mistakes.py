@@ -48,7 +48,7 @@ ORDER = (
     ),
     mistake(
         "the last free block may be taken",
-        "manager.CacheManager.allocate_slots",
+        "manager.CacheManager._serve",
         "plan.num_free_blocks_needed > self.pool.num_free_blocks",
         "plan.num_free_blocks_needed >= self.pool.num_free_blocks",
     ),
@@ -113,7 +113,7 @@ ORDER = (
     ),
     mistake(
         "caching stops at request.num_tokens, drafts are not cached",
-        "manager.CacheManager.allocate_slots",
+        "manager.CacheManager._serve",
         "min(demand.num_tokens_after_step, request.num_tokens)",
         "demand.num_tokens_after_step",
     ),
@@ -159,7 +159,7 @@ BY_MODULE = (
     ),
     mistake(
         "a block's hash carries its group",
-        "block.BlockView.block_hash",
+        "block.make_key",
         "return block_hash + ",
         "return block_hash; ",
     ),

@@ -19,7 +19,7 @@ from tests.lockstep.mutation import Edit, Mistake, MistakeDoesNotFit
 from tests.lockstep.options import option
 from tests.lockstep.trace import draw_trace
 
-_SEED_LIMIT_S = 5.0
+_SEED_LIMIT_S = 10.0
 _MODULES = {
     "block.py",
     "block_pool.py",
@@ -102,10 +102,12 @@ def test_every_mistake_is_found(request: pytest.FixtureRequest, capsys: pytest.C
         except MistakeDoesNotFit as error:
             outdated.append(f"{mistake.rule!r}: {error}")
             continue
-        if not found.total():
+        num_found = found["difference"] + found["invariant"]
+        if not num_found:
+            # A hang alone is no find: on a busy machine a seed can be slow without any fault.
             missed.append(f"{mistake.rule!r} ({mistake.module})")
         seen_in = ", ".join(field for field, _ in fields.most_common(2))
-        table.add_row(mistake.module, mistake.rule, str(found.total()), seen_in, str(found["invariant"] or ""))
+        table.add_row(mistake.module, mistake.rule, str(num_found), seen_in, str(found["invariant"] or ""))
     table.title = f"{len(MISTAKES)} deliberate mistakes, {num_seeds} seeds each, {time.monotonic() - start_s:.0f} s"
     with capsys.disabled():
         console = Console(width=140)

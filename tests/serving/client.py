@@ -29,7 +29,7 @@ class Client:
 
     def __init__(self, url: str, model: str) -> None:
         self.model = model
-        self._http = httpx.Client(base_url=url, timeout=TIMEOUT_S)
+        self._http = httpx.Client(base_url=url, timeout=TIMEOUT_S, trust_env=False)
 
     def complete(self, prompt: str, max_tokens: int = 4, **extra: Any) -> Completion:
         """A completion, at once."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -160,6 +161,7 @@ def test_pause_keep_freezes_requests_and_they_go_on(client: Client) -> None:
         frozen = client.metric("vllm:generation_tokens_total")
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(cached_tokens, client, prompt)
+            time.sleep(1.5)
             assert not waiting.done()
             assert client.metric("vllm:generation_tokens_total") == frozen
             client.post("/resume")

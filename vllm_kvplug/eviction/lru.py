@@ -41,4 +41,8 @@ class LRUEviction:
         return popped
 
     def remove(self, block_id: int) -> None:
+        if self._next_unused <= block_id < self._num_blocks:
+            # Nothing hits a block that was never used, but whoever takes one out must get the right order after it.
+            self._freed = OrderedDict.fromkeys(self)
+            self._next_unused = self._num_blocks
         del self._freed[block_id]

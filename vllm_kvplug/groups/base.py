@@ -1,9 +1,8 @@
 """One KV cache group: the block tables of its requests, and the arithmetic that every attention type shares.
 
 In goes a request id and a demand in tokens; out come block ids from the pool. What differs between attention types is a
-method that
-a subclass overrides: which cached blocks serve as a prefix (`match`), which blocks a request no longer needs
-    (`release_skipped`). A new attention type is one module beside this file and one line in `groups/__init__.py`.
+method that a subclass overrides: which cached blocks serve as a prefix (`match`), which blocks a request no longer
+needs (`release_skipped`). A new attention type is one module beside this file and one line in `groups/__init__.py`.
 """
 
 from __future__ import annotations
@@ -46,7 +45,8 @@ class AttentionGroup(ABC):
         self.tables: dict[str, BlockTable] = {}
         self._pool = pool
         self._observers = observers
-        self._unreported_block_ids: list[int] = []
+        # An ordered set: nobody may ever ask (vLLM does so for some models only), and it must not grow for ever.
+        self._unreported_block_ids: dict[int, None] = {}
 
     # What differs between attention types
 
@@ -76,8 +76,9 @@ class AttentionGroup(ABC):
             is_admission: the call brings a lookup's answer (hits or none) or external tokens.
 
         Raises:
-            CallError: hits or external tokens for a request that cannot have them any more.
+            CallError: hits or external tokens for a request that cannot have them any more, or ids outside the pool.
         """
+        self._pool.check_block_ids(hit_block_ids)
         table = self.tables.get(request_id)
         num_held_blocks = len(table.block_ids) if table is not None else 0
         is_admitted = table is not None and table.is_admitted
@@ -117,7 +118,7 @@ class AttentionGroup(ABC):
         block_ids = self._pool.take(plan.num_external_blocks + plan.num_new_blocks)
         self._table(request_id).block_ids += block_ids
         if self.geometry.reports_new_blocks:
-            self._unreported_block_ids += block_ids
+            self._unreported_block_ids.update(dict.fromkeys(block_ids))
         return block_ids[plan.num_external_blocks :] if plan.num_external_blocks else block_ids
 
     def check_block_hashes(self, request: Any, num_tokens: int) -> None:
@@ -157,9 +158,7 @@ class AttentionGroup(ABC):
             notify(request, self.group_id, self.num_tokens_per_block, table.block_ids, first_block, end_block)
 
     def free(self, request_id: str) -> None:
-        """Give back all blocks of a request, the last first, so that the head of a prefix lives longest. Unknown:
-        nothing.
-        """
+        """Give back all blocks of a request, the last first, so that the head of a prefix lives longest."""
         table = self.tables.get(request_id)
         if table is not None:
             self._pool.release(table.block_ids[::-1])
@@ -180,9 +179,9 @@ class AttentionGroup(ABC):
         return min(capacity_tokens, (table.num_cached_blocks + 1) * num_tokens_per_block - 1)
 
     def take_unreported_block_ids(self) -> list[int]:
-        """Ids handed out since the last call, in order."""
-        block_ids, self._unreported_block_ids = self._unreported_block_ids, []
-        return block_ids
+        """Ids handed out since the last call, each once, in the order of their first handing out."""
+        block_ids, self._unreported_block_ids = self._unreported_block_ids, {}
+        return list(block_ids)
 
     def _table(self, request_id: str) -> BlockTable:
         table = self.tables.get(request_id)

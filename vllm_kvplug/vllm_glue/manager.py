@@ -32,6 +32,8 @@ _KINDS: dict[type[KVCacheSpec], AttentionKind] = {
     MLAAttentionSpec: AttentionKind.MLA,
 }
 
+_INSTEAD = "works instead: --disable-hybrid-kv-cache-manager where the model allows it, or --kv-cache-manager upstream"
+
 
 def geometry_of(kv_cache_config: KVCacheConfig, max_model_len: int) -> CacheGeometry:
     """The core's geometry for vLLM's cache configuration.
@@ -39,6 +41,11 @@ def geometry_of(kv_cache_config: KVCacheConfig, max_model_len: int) -> CacheGeom
     Raises:
         UnsupportedError: a group of a type that kvplug does not serve, or several groups.
     """
+    num_groups = len(kv_cache_config.kv_cache_groups)
+    if num_groups != 1:
+        raise UnsupportedError(
+            f"kvplug does not support {num_groups} KV cache groups yet, only one of full attention or MLA; {_INSTEAD}"
+        )
     groups = []
     for group in kv_cache_config.kv_cache_groups:
         spec = group.kv_cache_spec
@@ -47,9 +54,7 @@ def geometry_of(kv_cache_config: KVCacheConfig, max_model_len: int) -> CacheGeom
             raise UnsupportedError(
                 f"kvplug does not support KV cache groups of {type(spec).__name__} yet "
                 f"(layers {', '.join(group.layer_names[:2])}, ...), only "
-                f"{', '.join(known.__name__ for known in _KINDS)}; "
-                "works instead: --disable-hybrid-kv-cache-manager where the model allows it, or "
-                "--kv-cache-manager upstream"
+                f"{', '.join(known.__name__ for known in _KINDS)}; {_INSTEAD}"
             )
         groups.append(GroupGeometry(kind, spec.block_size, reports_new_blocks=kind is AttentionKind.FULL))
     return CacheGeometry(kv_cache_config.num_blocks, max_model_len, tuple(groups))

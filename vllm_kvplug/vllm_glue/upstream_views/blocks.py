@@ -5,20 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from vllm_kvplug.block import BlockSequence, BlockView
+from vllm_kvplug.block import BlockSequence, BlockView, split_key
 from vllm_kvplug.block_pool import BlockPool as CorePool
-
-_NUM_GROUP_ID_BYTES = 4  # a key is a block's hash and, after it, its group
-
-
-def split_key(key: bytes) -> tuple[bytes, int]:
-    """A block's hash and its group."""
-    return key[:-_NUM_GROUP_ID_BYTES], int.from_bytes(key[-_NUM_GROUP_ID_BYTES:], "big")
-
-
-def make_key(block_hash: bytes, group_id: int) -> bytes:
-    """What a block of a group is cached under."""
-    return block_hash + group_id.to_bytes(_NUM_GROUP_ID_BYTES, "big")
 
 
 class _LoneBlock:

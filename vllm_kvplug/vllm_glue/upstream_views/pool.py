@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_events import KVCacheEvent
 
 from vllm_kvplug import eviction
+from vllm_kvplug.block import make_key
 from vllm_kvplug.block_pool import NULL_BLOCK_ID
 from vllm_kvplug.block_pool import BlockPool as CorePool
 from vllm_kvplug.errors import UnsupportedError
 from vllm_kvplug.observers import ObserverSet
 from vllm_kvplug.vllm_glue.manager import KVCacheManager
 from vllm_kvplug.vllm_glue.observers import EventObserver
-from vllm_kvplug.vllm_glue.upstream_views.blocks import KVCacheBlock, PoolBlocks, make_key
+from vllm_kvplug.vllm_glue.upstream_views.blocks import KVCacheBlock, PoolBlocks
 from vllm_kvplug.vllm_glue.upstream_views.free_queue import FreeKVCacheBlockQueue
 from vllm_kvplug.vllm_glue.upstream_views.prefix_map import BlockHashToBlockMap, IndexesOnDemand
 

@@ -6,9 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
+from vllm_kvplug.block import make_key, split_key
 from vllm_kvplug.block_pool import BlockPool as CorePool
 from vllm_kvplug.prefix_index import PrefixIndex
-from vllm_kvplug.vllm_glue.upstream_views.blocks import PoolBlocks, make_key, split_key
+from vllm_kvplug.vllm_glue.upstream_views.blocks import PoolBlocks
 
 
 class IndexesOnDemand(defaultdict[int, PrefixIndex]):
