@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -13,32 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.support import FAKE_VLLM, child_pid, fake, is_alive
 from vllm_kvplug.cli import demo
-from vllm_kvplug.cli.server_process import ServerError, ServerProcess
+from vllm_kvplug.cli.server_process import ServerError
 from vllm_kvplug.errors import KVPlugError
 
-FAKE_VLLM = str(Path(__file__).with_name("fake_vllm.py"))
 # As a hub name: nothing is looked for on the disk.
 MODEL = "some/model"
 ROOT = Path(__file__).parents[2]
-
-
-def fake(behaviour: str) -> list[str]:
-    return [sys.executable, FAKE_VLLM, behaviour]
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process runs; one that ended and was not reaped yet does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def child_pid(log: str) -> int:
-    found = re.search(r"CHILD (\d+)", log)
-    assert found, log
-    return int(found[1])
 
 
 def test_it_shows_the_manager_the_answers_and_the_cached_tokens(capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,23 +70,6 @@ def test_a_path_that_is_not_there_is_named_before_anything_is_started() -> None:
 def test_a_command_that_is_not_there_is_named() -> None:
     with pytest.raises(ServerError, match="/no/such/vllm cannot be started: No such file"):
         demo.run(MODEL, server_command=["/no/such/vllm"])
-
-
-def test_a_server_that_ignores_signals_is_killed_with_its_children(tmp_path: Path) -> None:
-    with ServerProcess(MODEL, [], None, tmp_path / "log", command=fake("ignores_signals")) as server:
-        while "CHILD" not in server.read_log():
-            time.sleep(0.05)
-        assert server.stop(grace_s=0.2) == -signal.SIGKILL
-        assert not server.group_is_alive() or not is_alive(child_pid(server.read_log()))
-        assert server.stop() == -signal.SIGKILL
-
-
-def test_progress_comes_from_the_log(tmp_path: Path) -> None:
-    server = ServerProcess(MODEL, [], None, tmp_path / "log", command=fake("good"))
-    assert server.stage() == "importing vLLM"
-    server.log_path.write_text("INFO vLLM API server version 0.17.1\nINFO Initializing a V1 LLM engine (v0.17.1)\n\n")
-    assert server.stage() == "starting the engine"
-    assert server.log_tail(1) == "INFO Initializing a V1 LLM engine (v0.17.1)"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

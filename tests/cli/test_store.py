@@ -160,6 +160,19 @@ def test_a_cache_that_cannot_be_written_is_named(builds: Path, tmp_path: Path) -
         store.build_model("small", cache=tmp_path / "file")
 
 
+def test_a_file_in_the_models_place_is_named_before_anything_is_built(builds: Path) -> None:
+    folder = store.cache_folder(None) / "small"
+    folder.parent.mkdir(parents=True)
+    folder.write_text("not a model")
+    with pytest.raises(ModelError, match=f"model small: expected a folder or nothing at {folder}, found a file"):
+        store.build_model("small")
+    folder.unlink()
+    folder.symlink_to("nowhere")
+    with pytest.raises(ModelError, match="found a file: move it away"):
+        store.build_model("small")
+    assert builds.read_text() == ""
+
+
 def test_two_builders_at_once_build_once(builds: Path) -> None:
     # A lock holds between two openings of its file, so threads show what processes do.
     with ThreadPoolExecutor(2) as pool:

@@ -52,6 +52,8 @@ def build_model(name: str, cache: str | Path | None = None, report: Report = lam
     if recipe is None:
         raise UnknownModelError(f"model {name!r} is unknown; known models: {', '.join(known_names())}")
     folder = cache_folder(cache) / recipe.name
+    if (folder.exists() or folder.is_symlink()) and not folder.is_dir():
+        raise ModelError(f"model {recipe.name}: expected a folder or nothing at {folder}, found a file: move it away")
     if folder.exists() and problem_with(folder, recipe) is None:
         return folder
     try:
