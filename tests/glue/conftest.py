@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.glue.support import ENGINE_ARGS, model_folder
-from vllm_kvplug.vllm_glue import patching
+from tests.glue.support import ENGINE_ARGS, is_hooked, model_folder
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +16,7 @@ def not_activated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test starts in a process in which nothing was chosen."""
     from vllm.config.scheduler import SchedulerConfig
 
-    if patching.is_hooked(SchedulerConfig, "get_scheduler_cls"):
+    if is_hooked(SchedulerConfig, "get_scheduler_cls"):
         monkeypatch.setattr(SchedulerConfig, "get_scheduler_cls", SchedulerConfig.get_scheduler_cls.__wrapped__)
 
 

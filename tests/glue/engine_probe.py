@@ -69,7 +69,9 @@ def describe(core: Any) -> dict[str, Any]:
     from vllm.v1.metrics.stats import SchedulerStats
 
     from vllm_kvplug.vllm_glue.choice import chosen
+    from vllm_kvplug.vllm_glue.report import as_json
 
+    choice = chosen(core.vllm_config)
     manager = core.scheduler.kv_cache_manager
     pool = getattr(manager, "block_pool", None)
     stats = core.scheduler.make_stats()
@@ -82,7 +84,7 @@ def describe(core: Any) -> dict[str, Any]:
         "stats_class_is_vllms": core_module.SchedulerStats is SchedulerStats,
         "log_stats": core.log_stats,
         "foreign": foreign_names(),
-        "report": core.kvplug_report() if chosen(core.vllm_config) else None,
+        "report": core.kvplug_report(choice["name"], as_json(choice["config"])) if choice else None,
     }
 
 

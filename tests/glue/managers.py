@@ -32,6 +32,20 @@ class WithSettings(KVCacheManager):
         return {"version": "7", "eviction": "deep", "depth": self.settings.get("depth")}
 
 
+class Mute(KVCacheManager):
+    """Fails to describe itself, in two lines."""
+
+    def describe(self) -> dict[str, object]:
+        raise OSError("no voice\ntoday")
+
+
+class Laconic(KVCacheManager):
+    """Describes itself in another form than names and values."""
+
+    def describe(self) -> str:
+        return "fine"
+
+
 class Incomplete(KVCacheManager):
     """Three drifts: an argument renamed, a method gone, a keyword of the constructor gone."""
 

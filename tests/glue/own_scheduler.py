@@ -15,3 +15,11 @@ class Small:
         self.kv_cache_manager = KVCacheManager(
             kv_cache_config=kv_cache_config, max_model_len=256, hash_block_size=16, enable_caching=True
         )
+
+
+class Forgetful(Small):
+    """Does not keep what the manager was made for."""
+
+    def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, kv_cache_config)
+        del self.kv_cache_config

@@ -7,7 +7,11 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+from vllm_kvplug.vllm_glue import patching
+from vllm_kvplug.vllm_glue.choice import ManagerChoice
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,8 +40,9 @@ ENGINE_ARGS: dict[str, Any] = {
     "num_gpu_blocks_override": 64,
 }
 
-# Lines that importing torch and vLLM write themselves: the machine's CUDA, and docstrings with stray backslashes.
-_IMPORT_NOISE = re.compile(r"[WI]\d{4} .*|.*SyntaxWarning.*|  .*")
+# Lines that importing torch and vLLM write themselves: the machine's CUDA, and docstrings with stray backslashes. Below
+# the latter stands the line of source, indented.
+_IMPORT_NOISE = re.compile(r"[WI]\d{4} .*|(?P<warning>.*: SyntaxWarning: .*)")
 
 
 def model_folder(folder: Path, **changes: Any) -> str:
@@ -45,6 +50,18 @@ def model_folder(folder: Path, **changes: Any) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(QWEN2 | changes))
     return str(folder)
+
+
+def with_choice(name: str | None, config: dict[str, Any] | None = None) -> Any:
+    """As much of a VllmConfig as carries a choice; None: vLLM's own manager."""
+    extra = {} if name is None else {"kv_cache_manager": ManagerChoice(name=name, config=config or {})}
+    return SimpleNamespace(additional_config=extra)
+
+
+def fake_engine_core(vllm_config: Any, manager: Any, kv_cache_config: Any) -> Any:
+    """As much of an EngineCore as is asked which manager is in force."""
+    scheduler = SimpleNamespace(kv_cache_manager=manager, kv_cache_config=kv_cache_config)
+    return SimpleNamespace(vllm_config=vllm_config, scheduler=scheduler)
 
 
 def run_python(
@@ -58,4 +75,16 @@ def run_python(
 
 def own_lines(stderr: str) -> list[str]:
     """The lines of a process's stderr that its imports did not write."""
-    return [line for line in stderr.splitlines() if not _IMPORT_NOISE.fullmatch(line)]
+    lines: list[str] = []
+    source_follows = False
+    for line in stderr.splitlines():
+        noise = _IMPORT_NOISE.fullmatch(line)
+        if noise is None and not (source_follows and line.startswith("  ")):
+            lines.append(line)
+        source_follows = noise is not None and noise["warning"] is not None
+    return lines
+
+
+def is_hooked(owner: type, name: str) -> bool:
+    """Whether `wrap_method` has been here (also below another plugin's wrapper made with functools.wraps)."""
+    return getattr(getattr(owner, name), patching.HOOK_MARK, False)

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.glue.support import is_hooked
 from vllm_kvplug.errors import SettingsError
-from vllm_kvplug.vllm_glue import patching
 from vllm_kvplug.vllm_glue.choice import CommandLineChoice, ManagerChoice, merge_settings, settle
 
 KVPLUG = {"name": "kvplug", "config": {"eviction": "lru"}}
@@ -39,7 +39,7 @@ def test_unpickling_activates_and_another_process_has_its_own_command_line(kind:
     assert received == KVPLUG
     from vllm.config.scheduler import SchedulerConfig
 
-    assert patching.is_hooked(SchedulerConfig, "get_scheduler_cls")
+    assert is_hooked(SchedulerConfig, "get_scheduler_cls")
 
 
 def test_copies_are_choices() -> None:

@@ -19,6 +19,7 @@ ENTRY_HOOKS = {
     "vllm.engine.arg_utils.EngineArgs.__init__",
     "vllm.engine.arg_utils.EngineArgs.add_cli_args",
     "vllm.engine.arg_utils.EngineArgs.create_engine_config",
+    "vllm.engine.arg_utils.EngineArgs.from_cli_args",
     "vllm.utils.argparse_utils.FlexibleArgumentParser.parse_args",
 }
 

@@ -58,3 +58,23 @@ def test_settings_reach_only_a_class_that_takes_them(kv_cache_config: Any) -> No
         registry.validate(with_settings, {"width": 1})
     build = registry.factory(with_settings, {"depth": 1})
     assert build(kv_cache_config=kv_cache_config, max_model_len=64, hash_block_size=16).settings == {"depth": 1}
+
+
+def test_a_third_party_gets_settings_of_its_own(kv_cache_config: Any) -> None:
+    config = {"depth": {"first": 1}}
+    with_settings = "tests.glue.managers:WithSettings"
+    build = registry.factory(with_settings, config)
+    for _ in range(2):
+        manager = build(kv_cache_config=kv_cache_config, max_model_len=64, hash_block_size=16)
+        assert manager.settings == {"depth": {"first": 1}}
+        manager.settings["depth"].clear()
+    assert config == {"depth": {"first": 1}}
+
+
+def test_a_third_partys_check_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.glue.managers import WithSettings
+
+    monkeypatch.setattr(WithSettings, "validate_settings", lambda settings: settings.clear())
+    config = {"depth": 1}
+    registry.validate("tests.glue.managers:WithSettings", config)
+    assert config == {"depth": 1}

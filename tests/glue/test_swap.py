@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import sys
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import vllm_kvplug
+from tests.glue.support import fake_engine_core, is_hooked, with_choice
 from vllm_kvplug.errors import ContractError
 from vllm_kvplug.vllm_glue import report, v0_17
 from vllm_kvplug.vllm_glue.choice import ManagerChoice, chosen
@@ -37,11 +40,6 @@ def build(vllm_config: Any, kv_cache_config: Any) -> Any:
         log_stats=True,
         block_size=16,
     )
-
-
-def with_choice(name: str | None, config: dict[str, Any] | None = None) -> Any:
-    extra = {} if name is None else {"kv_cache_manager": ManagerChoice(name=name, config=config or {})}
-    return SimpleNamespace(additional_config=extra)
 
 
 def test_nothing_chosen_is_the_class_itself(make_config: Any) -> None:
@@ -113,6 +111,34 @@ def test_one_after_another_in_one_process(kv_cache_config: Any, upstream_manager
     assert type(by_position.kv_cache_manager) is vllm_kvplug.KVCacheManager
 
 
+def test_an_engine_with_vllms_own_manager_beside_one_under_construction(
+    kv_cache_config: Any, upstream_manager: type
+) -> None:
+    from tests.glue.own_scheduler import Small
+
+    bound, release = threading.Event(), threading.Event()
+
+    class Held(Small):
+        """Stays under construction until it is released."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            bound.set()
+            assert release.wait(60)
+
+    def start(pool: ThreadPoolExecutor, scheduler_cls: type, name: str | None) -> Future[Any]:
+        return pool.submit(v0_17.SchedulerBuilder(scheduler_cls), with_choice(name), kv_cache_config)
+
+    with ThreadPoolExecutor(2) as pool:
+        ours = start(pool, Held, "kvplug")
+        assert bound.wait(60)
+        theirs = start(pool, Small, None)
+        wait([theirs], timeout=0.3)  # long enough to be built, were it let
+        release.set()
+        assert type(theirs.result().kv_cache_manager) is upstream_manager
+        assert type(ours.result().kv_cache_manager) is vllm_kvplug.KVCacheManager
+
+
 def test_settings_reach_a_third_party(kv_cache_config: Any) -> None:
     from tests.glue.own_scheduler import Small
 
@@ -127,11 +153,6 @@ def test_an_instance_that_drifts_is_an_error(kv_cache_config: Any) -> None:
     choice = with_choice("tests.glue.managers:WithoutEmptyBlocks")
     with pytest.raises(ContractError, match="attribute empty_kv_cache_blocks is missing"):
         v0_17.SchedulerBuilder(Small)(vllm_config=choice, kv_cache_config=kv_cache_config)
-
-
-def fake_engine_core(choice: Any, manager: Any, kv_cache_config: Any) -> Any:
-    scheduler = SimpleNamespace(kv_cache_manager=manager, kv_cache_config=kv_cache_config)
-    return SimpleNamespace(vllm_config=choice, scheduler=scheduler)
 
 
 def test_an_engine_whose_hook_was_replaced_does_not_start(kv_cache_config: Any, upstream_manager: Any) -> None:
@@ -151,50 +172,12 @@ def test_an_engine_whose_hook_was_replaced_does_not_start(kv_cache_config: Any, 
 def test_activation_hooks_the_engine_once() -> None:
     from vllm.v1.engine.core import EngineCore
 
-    from vllm_kvplug.vllm_glue import patching
-
     v0_17.activate()
     hooked = EngineCore.__init__
-    assert patching.is_hooked(EngineCore, "__init__")
+    assert is_hooked(EngineCore, "__init__")
     v0_17.activate()
     assert EngineCore.__init__ is hooked
     assert EngineCore.kvplug_report is report.of_engine_core
-
-
-def test_report_is_the_running_managers_answer(kv_cache_config: Any) -> None:
-    from tests.glue import managers
-
-    sizes = {"kv_cache_config": kv_cache_config, "max_model_len": 256, "hash_block_size": 16}
-    ours = fake_engine_core(with_choice("kvplug"), vllm_kvplug.KVCacheManager(**sizes), kv_cache_config)
-    answer = report.of_engine_core(ours)
-    assert answer["manager"] == "kvplug"
-    assert answer["version"] == vllm_kvplug.__version__
-    assert (answer["eviction"], answer["num_blocks"], answer["block_size"]) == ("lru", "64", "16")
-
-    choice = with_choice("tests.glue.managers:WithSettings", {"depth": 3})
-    theirs = fake_engine_core(choice, managers.WithSettings(settings={"depth": 3}, **sizes), kv_cache_config)
-    assert report.of_engine_core(theirs) == {
-        "manager": "tests.glue.managers:WithSettings",
-        "class": "tests.glue.managers:WithSettings",
-        "version": "7",
-        "eviction": "deep",
-        "depth": "3",
-        "groups": "FullAttentionSpec",
-        "num_blocks": "64",
-        "block_size": "16",
-    }
-    with pytest.raises(ContractError, match="found vLLM's own"):
-        report.of_engine_core(SimpleNamespace(vllm_config=with_choice(None)))
-
-
-def test_log_line_once(kv_cache_config: Any, kvplug_log: list[str]) -> None:
-    from tests.glue.own_scheduler import Small
-
-    v0_17.SchedulerBuilder(Small)(vllm_config=with_choice("kvplug"), kv_cache_config=kv_cache_config)
-    (line,) = [line for line in kvplug_log if "in force" in line]
-    assert line.startswith(f"KV cache manager in force: kvplug {vllm_kvplug.__version__}, settings ")
-    assert '"eviction": "lru"' in line
-    assert "64 blocks of 16 tokens" in line
 
 
 def test_config_carries_the_very_choice(make_config: Any) -> None:

@@ -13,8 +13,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO
@@ -80,6 +81,28 @@ def check_port_is_free(port: int) -> None:
             ) from None
 
 
+@contextlib.contextmanager
+def _signals_held_back() -> Iterator[None]:
+    """Deliver signals that have a Python handler only afterwards: raised inside Popen, the new process's id is lost.
+
+    Not by a signal mask, which the new process would inherit. Handlers run in the main thread alone.
+    """
+    held: list[int] = []
+
+    def deliver() -> None:
+        if held:
+            signal.raise_signal(held[0])
+
+    with contextlib.ExitStack() as restore:
+        restore.callback(deliver)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            handler = signal.getsignal(number)
+            if callable(handler) and threading.current_thread() is threading.main_thread():
+                restore.callback(signal.signal, number, handler)
+                signal.signal(number, lambda number, frame: held.append(number))
+        yield
+
+
 class ServerProcess:
     """`vllm serve MODEL ARGS` as a context manager: started on entry, stopped on exit with all that it started.
 
@@ -114,7 +137,11 @@ class ServerProcess:
         self._stopped = False
 
     def __enter__(self) -> ServerProcess:
-        self.start()
+        try:
+            self.start()
+        except BaseException:  # a signal may arrive between the end of start() and here
+            self.stop()
+            raise
         return self
 
     def __exit__(
@@ -151,10 +178,21 @@ class ServerProcess:
         return self._process
 
     def start(self) -> None:
-        """Start the server in a session of its own: the terminal's Ctrl-C reaches only us, who stop it in order."""
-        self._log = self.log_path.open("wb")
+        """Start the server in a session of its own: the terminal's Ctrl-C reaches only us, who stop it in order.
+
+        Leaves no process and no open file behind if it raises.
+        """
         try:
-            self._process = subprocess.Popen(
+            self._log = self.log_path.open("wb")
+            with _signals_held_back():
+                self._process = self._popen()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _popen(self) -> subprocess.Popen[bytes]:
+        try:
+            return subprocess.Popen(
                 self.command,
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
@@ -216,9 +254,10 @@ class ServerProcess:
         First the signal that vLLM shuts down on, then the same to the whole group, at last SIGKILL. A Ctrl-C meanwhile
         goes straight to the last.
         """
-        if self._process is None:
-            return None
         process = self._process
+        if process is None:
+            self._close_log()
+            return None
         if self._stopped:  # the group's id may be another's by now
             return process.poll()
         try:
@@ -235,9 +274,12 @@ class ServerProcess:
                 self._signal_group(signal.SIGKILL)
                 self._wait_until_gone(5.0)
             self._stopped = True
-            if self._log is not None:
-                self._log.close()
+            self._close_log()
         return process.poll()
+
+    def _close_log(self) -> None:
+        if self._log is not None:
+            self._log.close()
 
     def group_is_alive(self) -> bool:
         """Whether any process of the server's group is left."""

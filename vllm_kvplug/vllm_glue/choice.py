@@ -129,12 +129,12 @@ def merge_settings(first: Mapping[str, Any], second: Any, path: str = "") -> dic
 
 
 def _checked(name: str, config: dict[str, Any], kind: type[ManagerChoice]) -> ManagerChoice:
-    from vllm_kvplug.vllm_glue import install, registry
+    from vllm_kvplug.vllm_glue import registry, version
 
     registry.target(name)  # an unknown name is refused first
-    install.require_supported_version(name)
+    version.require_supported_version(name)
     try:
-        json.dumps(config)
+        json.dumps(config, sort_keys=True)  # as vLLM and our report write it
     except (TypeError, ValueError) as error:
         raise SettingsError(f"{CONFIG_KEY}: expected values that JSON can carry, found {config!r} ({error})") from None
     registry.validate(name, config)

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from vllm_kvplug.errors import ContractError
 
-# Construction: by keyword only.
+# What the scheduler's module calls the class that it constructs, by keyword only.
+CLASS_NAME = "KVCacheManager"
 CONSTRUCTOR_KEYWORDS = (
     "kv_cache_config",
     "max_model_len",

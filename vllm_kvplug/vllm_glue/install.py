@@ -5,6 +5,7 @@ Everything else (`v0_17.activate`) is put in place by a choice, in the processes
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -12,33 +13,13 @@ from typing import Any
 from vllm_kvplug.errors import UnsupportedError
 from vllm_kvplug.vllm_glue import patching
 from vllm_kvplug.vllm_glue.choice import CONFIG_KEY, KEY, CommandLineChoice, settle
-
-SUPPORTED_VLLM_VERSIONS = ("0.17.1",)
+from vllm_kvplug.vllm_glue.version import SUPPORTED_VLLM_VERSIONS, vllm_version
 
 
 def install() -> None:
     """Put the hooks in place, in each module now or when it is imported. Idempotent; imports nothing of vLLM itself."""
     patching.when_imported("vllm.utils.argparse_utils", _patch_parser)
     patching.when_imported("vllm.engine.arg_utils", _patch_engine_args)
-
-
-def vllm_version() -> str:
-    """The version that runs, without the build's local part (0.17.1+cpu)."""
-    import vllm
-
-    return vllm.__version__.partition("+")[0]
-
-
-def require_supported_version(name: str) -> None:
-    """Raise an UnsupportedError unless this vLLM is one that the chosen manager can be put into."""
-    import vllm_kvplug
-
-    if (version := vllm_version()) not in SUPPORTED_VLLM_VERSIONS:
-        expected = " or ".join(SUPPORTED_VLLM_VERSIONS)
-        raise UnsupportedError(
-            f"kv_cache_manager: {name!r} with vllm_kvplug {vllm_kvplug.__version__} expects vLLM {expected}, "
-            f"found {version}; install vllm=={SUPPORTED_VLLM_VERSIONS[-1]}, or leave the option out"
-        )
 
 
 def _where_it_fits(patch: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
@@ -50,11 +31,9 @@ def _where_it_fits(patch: Callable[[ModuleType], None]) -> Callable[[ModuleType]
         except AttributeError as error:
             if vllm_version() in SUPPORTED_VLLM_VERSIONS:
                 raise
-            from vllm.logger import init_logger
+            from vllm_kvplug.vllm_glue.log import logger
 
-            init_logger("vllm.kvplug").warning(
-                "vllm_kvplug does not know vLLM %s and offers no option in it: %s", vllm_version(), error
-            )
+            logger.warning("vllm_kvplug does not know vLLM %s and offers no option in it: %s", vllm_version(), error)
 
     return patch_or_warn
 
@@ -67,6 +46,7 @@ def _patch_parser(module: ModuleType) -> None:
 @_where_it_fits
 def _patch_engine_args(module: ModuleType) -> None:
     patching.wrap_method(module.EngineArgs, "add_cli_args", _around_add_cli_args)
+    patching.wrap_method(module.EngineArgs, "from_cli_args", _around_from_cli_args)
     for args_cls in (module.EngineArgs, module.AsyncEngineArgs):
         patching.wrap_method(args_cls, "__init__", _around_engine_args_init)
     patching.wrap_method(module.EngineArgs, "create_engine_config", _around_create_engine_config)
@@ -74,15 +54,24 @@ def _patch_engine_args(module: ModuleType) -> None:
 
 # The command line's part is imported by the processes that have one.
 def _around_add_cli_args(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    from vllm_kvplug.vllm_glue import cli
+    from vllm_kvplug.vllm_glue import options
 
-    return cli.around_add_cli_args(original, *args, **kwargs)
+    return options.around_add_cli_args(original, *args, **kwargs)
 
 
 def _around_parse_args(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    from vllm_kvplug.vllm_glue import cli
+    from vllm_kvplug.vllm_glue import options
 
-    return cli.around_parse_args(original, *args, **kwargs)
+    return options.around_parse_args(original, *args, **kwargs)
+
+
+def _around_from_cli_args(original: Callable[..., Any], args_cls: type, namespace: Any, *args: Any) -> Any:
+    """Settle what another parser than vLLM's `parse_args` has left in the namespace, whose two keys no field takes."""
+    name, config = getattr(namespace, KEY, None), getattr(namespace, CONFIG_KEY, None)
+    if name is not None or config is not None:
+        namespace = copy.copy(namespace)
+        namespace.additional_config, _ = settle(getattr(namespace, "additional_config", {}), name, config)
+    return original(args_cls, namespace, *args)
 
 
 def _around_engine_args_init(original: Callable[..., None], engine_args: Any, *args: Any, **kwargs: Any) -> None:
@@ -99,14 +88,14 @@ def _around_create_engine_config(original: Callable[..., Any], engine_args: Any,
     vllm_config = original(engine_args, *args, **kwargs)
     if choice is None:
         return vllm_config
-    from vllm_kvplug.vllm_glue import cli, features, registry, v0_17
+    from vllm_kvplug.vllm_glue import features, options, registry, v0_17
 
     if registry.is_kvplug(choice["name"]):
         try:
             features.refuse_unsupported(vllm_config)
         except UnsupportedError as error:
             if isinstance(choice, CommandLineChoice):
-                raise SystemExit(f"error: {cli.one_line(error)}") from None
+                raise SystemExit(f"error: {options.one_line(error)}") from None
             raise
     v0_17.activate()
     return vllm_config

@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_events import KVCacheEvent
-from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, MLAAttentionSpec
 from vllm.v1.metrics.stats import PrefixCacheStats
 
@@ -17,14 +16,13 @@ from vllm_kvplug.geometry import AttentionKind, CacheGeometry, GroupGeometry
 from vllm_kvplug.manager import CacheManager
 from vllm_kvplug.observers import Observer
 from vllm_kvplug.settings import Settings
+from vllm_kvplug.vllm_glue.log import logger
 from vllm_kvplug.vllm_glue.observers import EventObserver, StatsObserver
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
 
     from vllm_kvplug.vllm_glue.upstream_views import BlockPool, KVCacheCoordinator
-
-logger = init_logger("vllm.kvplug")
 
 # Exact types: a subclass that we do not know may want something else of its blocks.
 _KINDS: dict[type[KVCacheSpec], AttentionKind] = {

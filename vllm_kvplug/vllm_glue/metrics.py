@@ -6,9 +6,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from vllm_kvplug.errors import ContractError
 from vllm_kvplug.vllm_glue.choice import chosen
-from vllm_kvplug.vllm_glue.report import LABELS
+from vllm_kvplug.vllm_glue.log import logger
+from vllm_kvplug.vllm_glue.report import LABELS, as_json
 
 
 @lru_cache(maxsize=1)
@@ -34,19 +34,12 @@ async def around_get_supported_tasks(original: Callable[..., Awaitable[Any]], as
     choice = chosen(async_llm.vllm_config)
     if choice is not None and not hasattr(async_llm, "_kvplug_report"):
         try:
-            answer = await async_llm.engine_core.call_utility_async("kvplug_report")
-            if answer["manager"] != choice["name"]:
-                found = answer["manager"]
-                raise ContractError(f"expected kv_cache_manager {choice['name']!r} in force, found {found!r}")
+            # Every engine is asked and only the first one's answer comes back: so each checks what is expected itself.
+            expected = (choice["name"], as_json(choice["config"]))
+            answer = await async_llm.engine_core.call_utility_async("kvplug_report", *expected)
             publish(answer)
         except Exception as error:
-            _log_failure(choice["name"], error)
+            logger.error("The engine does not confirm kv_cache_manager %r: %s", choice["name"], error)
             raise
         async_llm._kvplug_report = answer
     return await original(async_llm)
-
-
-def _log_failure(name: str, error: Exception) -> None:
-    from vllm.logger import init_logger
-
-    init_logger("vllm.kvplug").error("The engine does not confirm kv_cache_manager %r: %s", name, error)

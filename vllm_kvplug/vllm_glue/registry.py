@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import importlib
 import inspect
@@ -102,16 +103,11 @@ def validate(name: str, config: Mapping[str, Any]) -> None:
     if check is None:
         return
     try:
-        check(config)
+        check(copy.deepcopy(config))
     except KVPlugError:
         raise
     except Exception as error:
         raise SettingsError(f"kv_cache_manager_config: {name!r} refuses {config!r}: {error}") from error
-
-
-def effective_settings(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings in force, as far as we know them: kvplug's with its defaults, another class's as given."""
-    return Settings.parse(config).model_dump() if is_kvplug(name) else dict(config)
 
 
 def factory(name: str, config: Mapping[str, Any]) -> Callable[..., Any]:
@@ -121,6 +117,7 @@ def factory(name: str, config: Mapping[str, Any]) -> Callable[..., Any]:
         return manager_cls
 
     def construct(*args: Any, **kwargs: Any) -> Any:
-        return manager_cls(*args, **kwargs, settings=config)
+        # A copy: what another package does to its settings must not change the choice that is reported.
+        return manager_cls(*args, **kwargs, settings=copy.deepcopy(config))
 
     return construct

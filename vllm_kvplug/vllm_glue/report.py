@@ -8,48 +8,74 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_kvplug.errors import ContractError
-from vllm_kvplug.vllm_glue import registry
+from vllm_kvplug.settings import Settings
+from vllm_kvplug.vllm_glue import contract, registry
 from vllm_kvplug.vllm_glue.choice import ManagerChoice, chosen
 
 # The labels of kvplug_info; a manager that says nothing about one of them leaves it empty.
 LABELS = ("manager", "version", "eviction", "groups", "num_blocks", "block_size")
 
 
+def check_in_force(scheduler: Any, choice: ManagerChoice) -> None:
+    """Raise ContractError unless the scheduler's manager is of exactly the chosen class and keeps the contract."""
+    expected = registry.load(choice["name"])
+    found = type(getattr(scheduler, "kv_cache_manager", None))
+    if found is not expected:
+        raise ContractError(
+            f"scheduler {_qualname(type(scheduler))}: expected kv_cache_manager {choice['name']!r} in force "
+            f"({_qualname(expected)}), found {_qualname(found)}; a scheduler takes it by constructing the name "
+            f"{contract.CLASS_NAME} of its own module: leave out --scheduler-cls, or --kv-cache-manager"
+        )
+    contract.check_instance(scheduler.kv_cache_manager, choice["name"])
+
+
 def describe(scheduler: Any, choice: ManagerChoice) -> dict[str, str]:
     """The manager in force: what is known of any, and over it what the manager's own `describe()` says, if it has one.
 
     Names are those of `LABELS` and more; `num_blocks` counts the null block, `block_size` is in tokens, by group.
+
+    Raises:
+        ContractError: a scheduler that keeps no `kv_cache_config`, or a `describe()` that fails.
     """
-    manager, kv_cache_config = scheduler.kv_cache_manager, scheduler.kv_cache_config
-    manager_cls = type(manager)
+    manager_cls = type(scheduler.kv_cache_manager)
+    kv_cache_config = getattr(scheduler, "kv_cache_config", None)
+    if kv_cache_config is None:
+        raise ContractError(
+            f"scheduler {_qualname(type(scheduler))}: expected an attribute kv_cache_config, as vLLM's own have, "
+            "to tell what is in force, found none"
+        )
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     package = sys.modules.get(manager_cls.__module__.partition(".")[0])
     described = {
-        "version": getattr(package, "__version__", ""),
+        "version": str(getattr(package, "__version__", "")),
         "groups": ",".join(type(spec).__name__ for spec in specs),
-        "num_blocks": kv_cache_config.num_blocks,
+        "num_blocks": str(kv_cache_config.num_blocks),
         "block_size": ",".join(str(spec.block_size) for spec in specs),
     }
-    own = getattr(manager, "describe", None)
+    own = getattr(scheduler.kv_cache_manager, "describe", None)
     if callable(own):
-        answer = own()
-        if not isinstance(answer, Mapping):
-            raise ContractError(f"{choice['name']!r}: expected describe() to return names and values, found {answer!r}")
-        described.update(answer)
-    described.update(manager=choice["name"], **{"class": f"{manager_cls.__module__}:{manager_cls.__qualname__}"})
-    return {str(name): str(value) for name, value in described.items()}
+        try:
+            answer = own()
+            described |= {str(name): str(value) for name, value in answer.items()}
+        except Exception as error:  # whatever another package's method raises
+            message = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ContractError(
+                f"kv_cache_manager: {choice['name']!r} ({_qualname(manager_cls)}): expected describe() to return names "
+                f"and values, found {message}"
+            ) from error
+    return described | {"manager": choice["name"], "class": f"{manager_cls.__module__}:{manager_cls.__qualname__}"}
 
 
 def log_in_force(scheduler: Any, choice: ManagerChoice) -> None:
     """The line that says, once for each engine, which manager serves."""
-    from vllm.logger import init_logger
+    from vllm_kvplug.vllm_glue.log import logger
 
     described = describe(scheduler, choice)
-    init_logger("vllm.kvplug").info(
+    logger.info(
         "KV cache manager in force: %s %s, settings %s, groups %s, %s blocks of %s tokens (%s)",
         described["manager"],
         described["version"],
-        json.dumps(registry.effective_settings(choice["name"], choice["config"]), sort_keys=True),
+        as_json(_settings_in_force(described, choice["config"])),
         described["groups"],
         described["num_blocks"],
         described["block_size"],
@@ -57,9 +83,34 @@ def log_in_force(scheduler: Any, choice: ManagerChoice) -> None:
     )
 
 
-def of_engine_core(engine_core: Any) -> dict[str, str]:
-    """The utility method `kvplug_report` of EngineCore: the manager of its scheduler, as it is now."""
+def _settings_in_force(described: Mapping[str, str], config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings as given, and over them what the manager says of kvplug's, defaults included."""
+    told = {name: described[name] for name in Settings.model_fields if name in described}
+    return {name: value for name, value in config.items() if name.replace("-", "_") not in told} | told
+
+
+def of_engine_core(engine_core: Any, expected_name: str, expected_config: str) -> dict[str, str]:
+    """The utility method `kvplug_report` of EngineCore: the manager of its scheduler, as it is now.
+
+    The front end says what it expects, the settings as JSON: of several engines it gets the first one's answer alone,
+    and an error of any.
+
+    Raises:
+        ContractError: this engine has another choice, or another manager in force.
+    """
     choice = chosen(engine_core.vllm_config)
-    if choice is None:
-        raise ContractError("kvplug_report: expected an engine with a kv_cache_manager chosen, found vLLM's own")
+    name, config = ("upstream", "{}") if choice is None else (choice["name"], as_json(choice["config"]))
+    if choice is None or (name, config) != (expected_name, expected_config):
+        expected = f"{expected_name!r} with settings {expected_config}"
+        raise ContractError(f"expected kv_cache_manager {expected} chosen in this engine, found {name!r} with {config}")
+    check_in_force(engine_core.scheduler, choice)
     return describe(engine_core.scheduler, choice)
+
+
+def as_json(settings: Mapping[str, Any]) -> str:
+    """Settings as they are shown and compared; the same text in every process."""
+    return json.dumps(settings, sort_keys=True)
+
+
+def _qualname(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"

@@ -13,12 +13,11 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from vllm_kvplug.errors import ContractError
-from vllm_kvplug.vllm_glue import patching, registry, report
-from vllm_kvplug.vllm_glue.choice import ManagerChoice, chosen
+from vllm_kvplug.vllm_glue import contract, patching, registry, report
+from vllm_kvplug.vllm_glue.choice import chosen
 
-# A scheduler is constructed with our class under this name in its modules; one engine at a time in a process.
-_NAME = "KVCacheManager"
+# A scheduler is constructed with the chosen class under the name of vLLM's in its modules. The lock makes that one
+# scheduler at a time in a process, also one with vLLM's own manager: it must not find another engine's class there.
 _swap_lock = threading.RLock()
 
 
@@ -46,10 +45,12 @@ class SchedulerBuilder:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         choice = chosen(kwargs["vllm_config"] if "vllm_config" in kwargs else args[0])
         if choice is None:
-            return self.scheduler_cls(*args, **kwargs)
-        with _swap_lock, _bound(self.scheduler_cls, registry.factory(choice["name"], choice["config"])):
+            with _swap_lock:
+                return self.scheduler_cls(*args, **kwargs)
+        factory = registry.factory(choice["name"], choice["config"])
+        with _swap_lock, _bound(self.scheduler_cls, factory):
             scheduler = self.scheduler_cls(*args, **kwargs)
-        check_in_force(scheduler, choice)
+        report.check_in_force(scheduler, choice)
         report.log_in_force(scheduler, choice)
         return scheduler
 
@@ -60,33 +61,14 @@ def _bound(scheduler_cls: type, factory: Callable[..., Any]) -> Iterator[None]:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
 
     modules = [sys.modules[name] for name in {base.__module__ for base in scheduler_cls.__mro__} if name in sys.modules]
-    holders = [module for module in modules if vars(module).get(_NAME) is KVCacheManager]
+    holders = [module for module in modules if vars(module).get(contract.CLASS_NAME) is KVCacheManager]
     for module in holders:
-        setattr(module, _NAME, factory)
+        setattr(module, contract.CLASS_NAME, factory)
     try:
         yield
     finally:
         for module in holders:
-            setattr(module, _NAME, KVCacheManager)
-
-
-def check_in_force(scheduler: Any, choice: ManagerChoice) -> None:
-    """Raise ContractError unless the scheduler's manager is of exactly the chosen class and keeps the contract."""
-    from vllm_kvplug.vllm_glue import contract
-
-    expected = registry.load(choice["name"])
-    found = type(getattr(scheduler, "kv_cache_manager", None))
-    if found is not expected:
-        raise ContractError(
-            f"scheduler {_qualname(type(scheduler))}: expected kv_cache_manager {choice['name']!r} in force "
-            f"({_qualname(expected)}), found {_qualname(found)}; a scheduler takes it by constructing the name {_NAME} "
-            "of its own module: leave out --scheduler-cls, or --kv-cache-manager"
-        )
-    contract.check_instance(scheduler.kv_cache_manager, choice["name"])
-
-
-def _qualname(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"
+            setattr(module, contract.CLASS_NAME, KVCacheManager)
 
 
 def _patch_engine_core(module: ModuleType) -> None:
@@ -99,7 +81,7 @@ def _around_engine_core_init(original: Callable[..., None], engine_core: Any, *a
     original(engine_core, *args, **kwargs)
     choice = chosen(engine_core.vllm_config)
     if choice is not None:
-        check_in_force(engine_core.scheduler, choice)
+        report.check_in_force(engine_core.scheduler, choice)
 
 
 def _patch_front_end(module: ModuleType) -> None:

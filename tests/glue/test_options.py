@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -109,19 +111,25 @@ def test_config_file_and_command_line_disagree(
     assert "'eviction' is given twice, as 'lru' and 'fifo'" in refused(cli_parser, ["serve", "m", *options], capsys)
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("options", [[], ["--kv-cache-manager-config.eviction", "lru"]])
+def test_a_config_file_is_read_once(cli_parser: Any, options: list[str], tmp_path: Path) -> None:
+    """A pipe has no second reading; whoever tried would wait for ever."""
+    pipe = tmp_path / "c.yaml"
+    os.mkfifo(pipe)
+    in_file = "kv-cache-manager: kvplug\n" if options else "max-model-len: 64\n"
+    writer = threading.Thread(target=pipe.write_text, args=(in_file,), daemon=True)
+    writer.start()
+    namespace = cli_parser.parse_args(["serve", "m", "--config", str(pipe), *options])
+    assert choice_of(namespace) == (LRU if options else None)
+    assert "load_config_file" not in vars(cli_parser)
+
+
 def test_the_namespace_carries_the_choice_to_further_api_servers(cli_parser: Any) -> None:
     namespace = cli_parser.parse_args(
         ["serve", "m", "--kv-cache-manager", "kvplug", "--kv-cache-manager-config.eviction=lru"]
     )
     assert choice_of(pickle.loads(pickle.dumps(namespace))) == LRU
-
-
-def test_engine_args_take_it_from_the_namespace(cli_parser: Any) -> None:
-    from vllm.engine.arg_utils import AsyncEngineArgs
-
-    namespace = cli_parser.parse_args(["serve", "m", "--kv-cache-manager", "kvplug"])
-    engine_args = AsyncEngineArgs.from_cli_args(namespace)
-    assert engine_args.additional_config["kv_cache_manager"] is choice_of(namespace)
 
 
 CHOOSE = ["--kv-cache-manager", "kvplug"]

@@ -6,7 +6,8 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from vllm_kvplug.errors import KVPlugError, SettingsError
@@ -81,9 +82,11 @@ def around_parse_args(
     original: Callable[..., Any], parser: Any, args: Sequence[str] | None = None, namespace: Any = None
 ) -> Any:
     """Settle the choice as soon as everything is parsed, in the namespace, which further API servers get as it is."""
+    given = sys.argv[1:] if args is None else args
     try:
-        _check_dotted(_with_config_file(parser, sys.argv[1:] if args is None else args))
-        parsed = original(parser, args, namespace)
+        with _config_file_args(parser) as in_file:
+            parsed = original(parser, args, namespace)
+        _check_dotted([*in_file, *given])
         if hasattr(parsed, "additional_config"):
             parsed.additional_config, _ = settle(
                 parsed.additional_config,
@@ -96,11 +99,22 @@ def around_parse_args(
     return parsed
 
 
-def _with_config_file(parser: Any, args: Sequence[str]) -> list[str]:
-    """The arguments of `--config FILE` and then those given, as vLLM's parser takes them."""
-    if "--config" not in args[:-1]:
-        return list(args)
-    return [*parser.load_config_file(args[args.index("--config") + 1]), *args]
+@contextmanager
+def _config_file_args(parser: Any) -> Iterator[list[str]]:
+    """The arguments that vLLM's parser takes from `--config FILE` meanwhile; the file may be a pipe, read once."""
+    in_file: list[str] = []
+    load = parser.load_config_file
+
+    def load_and_remember(path: str) -> list[str]:
+        loaded = load(path)
+        in_file.extend(loaded)
+        return loaded
+
+    parser.load_config_file = load_and_remember
+    try:
+        yield in_file
+    finally:
+        del parser.load_config_file  # the class's method shows again
 
 
 def _check_dotted(args: Sequence[str]) -> None:
