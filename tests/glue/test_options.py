@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -111,6 +112,17 @@ def test_config_file_and_command_line_disagree(
     assert "'eviction' is given twice, as 'lru' and 'fifo'" in refused(cli_parser, ["serve", "m", *options], capsys)
 
 
+def test_a_config_file_that_vllm_ignores_is_refused_where_it_chooses(
+    cli_parser: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """vLLM reads a file only from `--config FILE`, two arguments."""
+    path = tmp_path / "c.yaml"
+    path.write_text("port: 8080\nkv_cache_manager: kvplug\n")
+    assert f"write --config {path}" in refused(cli_parser, ["serve", "m", f"--config={path}"], capsys)
+    path.write_text("port: 8080\n")
+    assert cli_parser.parse_args(["serve", "m", f"--config={path}"]).additional_config == {}
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("options", [[], ["--kv-cache-manager-config.eviction", "lru"]])
 def test_a_config_file_is_read_once(cli_parser: Any, options: list[str], tmp_path: Path) -> None:
@@ -177,6 +189,18 @@ CONFIG = "--kv-cache-manager-config"
             ["--kv-cache-manager", "tests.glue.managers:WithSettings", CONFIG + ".width", "1"],
             "unknown ['width'], allowed: depth",
         ),
+        ([*CHOOSE, "--kv-cache-manager-config.eviction"], "expected a value behind --kv-cache-manager-config.eviction"),
+        ([*CHOOSE, "--kv-cache-manager-config.eviction", "--port", "8080"], "config.eviction, found none"),
+        ([*CHOOSE, "--kv-cache-manager-config", "[" * 100_000], "expected a JSON object, found '[[["),
+        ([*CHOOSE, "--kv-cache-manager-config", '{"eviction": ' + "9" * 5000 + "}"], "expected a JSON object, found"),
+        (["--kv-cache-manager", "builtins:dict"], "does not keep the contract"),
+        (["--kv-cache-manager", "tests.glue.exits_at_import:Manager"], "cannot be imported: SystemExit: 0"),
+        (["--additional-config", '{"kv-cache-manager": "kvplug"}'], "expected the key 'kv_cache_manager', found"),
+        (["--additional-config.KV-cache-manager-config.eviction", "lru"], "found 'KV-cache-manager-config'"),
+        (
+            ["--additional-config", '{"kv_cache_manager": {"name": null}}'],
+            "expected a name or 'module:Class', found None",
+        ),
     ],
 )
 def test_refusals_are_one_line_and_status_2(
@@ -184,8 +208,9 @@ def test_refusals_are_one_line_and_status_2(
 ) -> None:
     line = refused(cli_parser, ["serve", "m", *options], capsys)
     assert line.startswith("vllm")
-    assert ": error: --kv-cache-manager" in line
+    assert re.search(": error: (--kv-cache-manager|additional_config)", line)
     assert message in line
+    assert len(line) < 2000
 
 
 def test_another_vllm_version_is_refused_only_when_chosen(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm_kvplug.errors import SettingsError
+from vllm_kvplug.errors import ContractError, SettingsError
 from vllm_kvplug.vllm_glue import registry
 
 PLAIN = "tests.glue.managers:Plain"
@@ -69,6 +69,21 @@ def test_a_third_party_gets_settings_of_its_own(kv_cache_config: Any) -> None:
         assert manager.settings == {"depth": {"first": 1}}
         manager.settings["depth"].clear()
     assert config == {"depth": {"first": 1}}
+
+
+@pytest.mark.parametrize("error", [OSError("no disk\nleft"), SystemExit(0)])
+def test_a_class_that_fails_in_its_constructor_is_named(
+    kv_cache_config: Any, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    from tests.glue.managers import Plain
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(Plain, "__init__", fail)
+    with pytest.raises(ContractError, match=rf"{PLAIN}.*expected to be constructed.*{type(error).__name__}") as caught:
+        registry.factory(PLAIN, {})(kv_cache_config=kv_cache_config)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_third_partys_check_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,7 @@ def settle(
             return additional_config, None
         found = type(additional_config).__name__
         raise SettingsError(f"{KEY}: expected additional_config to be a dict that can carry the choice, found {found}")
+    _refuse_near_misses(additional_config)
     if name is None and config is None and KEY not in additional_config and CONFIG_KEY not in additional_config:
         return additional_config, None
 
@@ -92,6 +93,14 @@ def settle(
     return {**others, KEY: choice}, choice
 
 
+def _refuse_near_misses(additional_config: Mapping[Any, Any]) -> None:
+    """vLLM ignores keys that it does not know: a dash in ours would end in upstream's manager without a word."""
+    for key in additional_config:
+        meant = key.replace("-", "_").lower() if isinstance(key, str) else key
+        if meant in (KEY, CONFIG_KEY) and key != meant:
+            raise SettingsError(f"additional_config: expected the key {meant!r}, found {key!r}")
+
+
 def _parts(stated: Any) -> tuple[str | None, Mapping[str, Any] | None]:
     """Name and config of what a user put under KEY: a plain name, or an object with both."""
     if stated is None or isinstance(stated, str):
@@ -100,6 +109,8 @@ def _parts(stated: Any) -> tuple[str | None, Mapping[str, Any] | None]:
         raise SettingsError(
             f'additional_config["{KEY}"]: expected a name or {{"name": ..., "config": {{...}}}}, found {stated!r}'
         )
+    if stated["name"] is None:
+        raise SettingsError(f"{KEY}: expected a name or 'module:Class', found None")
     return stated["name"], stated.get("config")
 
 

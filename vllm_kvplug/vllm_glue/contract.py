@@ -79,7 +79,10 @@ RESULT_ATTRIBUTES = ("blocks",)
 
 def takes_settings(manager_cls: type) -> bool:
     """Whether the class is constructed with a keyword `settings` beside vLLM's: a parameter of that name says so."""
-    return "settings" in inspect.signature(manager_cls).parameters
+    try:
+        return "settings" in inspect.signature(manager_cls).parameters
+    except (TypeError, ValueError):  # a class made in C tells no signature
+        return False
 
 
 def check_class(manager_cls: type, name: str) -> None:

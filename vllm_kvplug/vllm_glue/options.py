@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 from vllm_kvplug.errors import KVPlugError, SettingsError
@@ -19,6 +20,9 @@ NAME_OPTION = "--kv-cache-manager"
 CONFIG_OPTION = "--kv-cache-manager-config"
 # vLLM looks a help topic up by the exact title: `--help=kv-cache-manager`.
 GROUP_TITLE = "kv-cache-manager"
+# An option of ours at the start of a line of a YAML file.
+_IN_FILE = re.compile(r"^[\s\"']*kv[-_]cache[-_]manager", re.MULTILINE)
+_MAX_SHOWN_CHARS = 200
 _DOTTED = re.compile(r"--kv[-_]cache[-_]manager[-_]config\.(?P<path>[^=]+?)(?P<adds>\+?)(=(?P<value>.*))?", re.DOTALL)
 
 
@@ -74,8 +78,11 @@ def _parse_json(text: str) -> dict[str, Any]:
 
     try:
         return json.loads(text, object_pairs_hook=pairs)
-    except json.JSONDecodeError as error:
-        raise SettingsError(f"{CONFIG_KEY}: expected a JSON object, found {text!r} ({error})") from None
+    except KVPlugError:
+        raise
+    except (ValueError, RecursionError) as error:  # malformed, a number too long, or nested too deep
+        found = repr(text) if len(text) <= _MAX_SHOWN_CHARS else repr(text[:_MAX_SHOWN_CHARS]) + "..."
+        raise SettingsError(f"{CONFIG_KEY}: expected a JSON object, found {found} ({error})") from None
 
 
 def around_parse_args(
@@ -84,6 +91,8 @@ def around_parse_args(
     """Settle the choice as soon as everything is parsed, in the namespace, which further API servers get as it is."""
     given = sys.argv[1:] if args is None else args
     try:
+        _check_dotted_values(given)
+        _check_ignored_file(given)
         with _config_file_args(parser) as in_file:
             parsed = original(parser, args, namespace)
         _check_dotted([*in_file, *given])
@@ -115,6 +124,22 @@ def _config_file_args(parser: Any) -> Iterator[list[str]]:
         yield in_file
     finally:
         del parser.load_config_file  # the class's method shows again
+
+
+def _check_dotted_values(args: Sequence[str]) -> None:
+    """Refuse the dotted form without a value: vLLM's parser takes the next option for it, or raises an IndexError."""
+    for arg, following in zip(args, [*args[1:], "--"], strict=False):
+        match = _DOTTED.fullmatch(arg)
+        if match is not None and match["value"] is None and following.startswith("--"):
+            raise SettingsError(f"{CONFIG_KEY}: expected a value behind {arg}, found none")
+
+
+def _check_ignored_file(args: Sequence[str]) -> None:
+    """Refuse `--config=FILE` with our options in it: vLLM reads a file only from `--config FILE`, two arguments."""
+    for arg in args:
+        path = Path(arg.removeprefix("--config="))
+        if arg.startswith("--config=") and path.is_file() and _IN_FILE.search(path.read_text(errors="replace")):
+            raise SettingsError(f"{KEY}: vLLM ignores the file of {arg}; write --config {path}")
 
 
 def _check_dotted(args: Sequence[str]) -> None:

@@ -11,7 +11,7 @@ from functools import reduce
 from importlib.metadata import entry_points
 from typing import Any
 
-from vllm_kvplug.errors import KVPlugError, SettingsError
+from vllm_kvplug.errors import ContractError, KVPlugError, SettingsError
 from vllm_kvplug.settings import Settings
 from vllm_kvplug.vllm_glue import contract
 
@@ -72,7 +72,7 @@ def load(name: str) -> type:
     module_name, _, path = target(name).partition(":")
     try:
         manager_cls = reduce(getattr, path.split("."), importlib.import_module(module_name))
-    except Exception as error:  # whatever another package's module raises while it is imported
+    except (Exception, SystemExit) as error:  # whatever another package's module raises while it is imported
         raise SettingsError(
             f"kv_cache_manager: {name!r} cannot be imported: {type(error).__name__}: {error}; expected module:Class, "
             "installed or on PYTHONPATH"
@@ -113,11 +113,21 @@ def validate(name: str, config: Mapping[str, Any]) -> None:
 def factory(name: str, config: Mapping[str, Any]) -> Callable[..., Any]:
     """What a scheduler calls in the place of vLLM's class: the chosen class, with its settings."""
     manager_cls = load(name)
-    if not contract.takes_settings(manager_cls):
-        return manager_cls
+    takes_settings = contract.takes_settings(manager_cls)
 
     def construct(*args: Any, **kwargs: Any) -> Any:
-        # A copy: what another package does to its settings must not change the choice that is reported.
-        return manager_cls(*args, **kwargs, settings=copy.deepcopy(config))
+        if takes_settings:
+            # A copy: what another package does to its settings must not change the choice that is reported.
+            kwargs["settings"] = copy.deepcopy(config)
+        try:
+            return manager_cls(*args, **kwargs)
+        except KVPlugError:
+            raise
+        except (Exception, SystemExit) as error:  # whatever another package's class raises
+            message = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ContractError(
+                f"kv_cache_manager: {name!r} ({manager_cls.__module__}.{manager_cls.__qualname__}): expected to be "
+                f"constructed with vLLM's keywords, found {message}"
+            ) from error
 
     return construct
