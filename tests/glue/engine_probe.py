@@ -156,6 +156,23 @@ def async_front_end(model: str) -> Any:
     return asyncio.run(run())
 
 
+def async_not_chosen(model: str) -> Any:
+    """AsyncLLM with statistics and nothing chosen, as under a plain `vllm serve`."""
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    async def run() -> dict[str, Any]:
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model=model, disable_log_stats=False, **ENGINE_ARGS))
+        try:
+            await engine.get_supported_tasks()
+            loggers = [qualname(type(logger)) for logger in engine.logger_manager.stat_loggers]
+            return {"foreign": foreign_names(), "stat_loggers": loggers}
+        finally:
+            engine.shutdown()
+
+    return asyncio.run(run())
+
+
 SCENARIOS = {
     "one_after_another": one_after_another,
     "kvplug": lambda model: engine_core_process(
@@ -170,6 +187,7 @@ SCENARIOS = {
         model, additional_config={"kv_cache_manager": "kvplug"}, scheduler_cls="tests.glue.schedulers.Ignoring"
     ),
     "async_front_end": async_front_end,
+    "async_not_chosen": async_not_chosen,
 }
 
 if __name__ == "__main__":

@@ -62,6 +62,13 @@ def test_not_chosen_every_class_is_vllms_own(scenario: str, tiny_model: str) -> 
     assert set(answer["front_end"]["foreign"]) == ENTRY_HOOKS
 
 
+def test_not_chosen_a_servers_front_end_is_vllms_own(tiny_model: str) -> None:
+    answer = probe("async_not_chosen", tiny_model)
+    assert set(answer["foreign"]) == ENTRY_HOOKS
+    assert answer["stat_loggers"]
+    assert all(name.startswith("vllm.v1.metrics.loggers.") for name in answer["stat_loggers"])
+
+
 def test_engine_core_process_with_a_users_own_scheduler_class(tiny_model: str) -> None:
     answer = probe("kvplug", tiny_model)
     core = answer["engine_core"]
