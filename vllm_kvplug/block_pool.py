@@ -121,18 +121,19 @@ class BlockPool:
         counts = self.reference_counts
         freed: list[int] = []
         for position, block_id in enumerate(block_ids):
-            if block_id == NULL_BLOCK_ID:
-                continue
-            if not 0 <= block_id < self.num_blocks or not counts[block_id]:
+            count = counts[block_id] - 1 if 0 < block_id < self.num_blocks else -1
+            if count > 0:
+                counts[block_id] = count
+            elif count == 0:
+                counts[block_id] = 0
+                freed.append(block_id)
+            elif block_id != NULL_BLOCK_ID:
                 for undone in block_ids[:position]:
                     counts[undone] += undone != NULL_BLOCK_ID
                 raise BlockError(
                     f"cannot free block {block_id}: expected a held block of this pool (1 to {self.num_blocks - 1}), "
                     "found one that nobody holds (freed twice?)"
                 )
-            counts[block_id] -= 1
-            if not counts[block_id]:
-                freed.append(block_id)
         self.free_blocks.push(freed)
 
     # Caching

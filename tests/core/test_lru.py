@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from vllm_kvplug.eviction import lru
 from vllm_kvplug.eviction.lru import LRUEviction
 
 
@@ -27,19 +28,25 @@ def test_a_removed_block_goes_to_the_end_when_it_is_freed_again() -> None:
     assert list(policy) == [1, 3, 4, 2]
 
 
-def test_a_block_that_is_not_free_cannot_be_removed() -> None:
-    policy = LRUEviction(4)
-    policy.pop(2)
-    with pytest.raises(KeyError):
-        policy.remove(2)
-    assert list(policy) == [3]
+def test_hits_without_any_reuse_do_not_grow_the_order() -> None:
+    policy = LRUEviction(4000)
+    policy.push(policy.pop(100))
+    for _ in range(100):
+        for block_id in range(1, 101):
+            policy.remove(block_id)
+        policy.push(range(1, 101))
+    assert len(policy._freed) < 1500
+    assert list(policy) == [*range(101, 4000), *range(1, 101)]
+    assert policy.pop(3899 + 2)[-2:] == [1, 2]
 
 
+@pytest.mark.parametrize("min_stale_entries", [0, 1024])
 @pytest.mark.parametrize("seed", range(20))
-def test_against_a_plain_list(seed: int) -> None:
+def test_against_a_plain_list(seed: int, min_stale_entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lru, "_MIN_STALE_ENTRIES", min_stale_entries)
     random_source = random.Random(seed)
     policy, expected, held = LRUEviction(12), list(range(1, 12)), []
-    for _ in range(300):
+    for _ in range(600):
         action = random_source.choice(["pop", "push", "remove"])
         if action == "pop":
             num_blocks = random_source.randint(0, len(expected))

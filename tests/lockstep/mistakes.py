@@ -19,20 +19,26 @@ ORDER = (
     mistake(
         "only blocks that nobody holds any more become free",
         "block_pool.BlockPool.release",
-        "if not counts[block_id]:",
-        "if True:",
+        "counts[block_id] = count\n",
+        "counts[block_id] = count; freed.append(block_id)\n",
     ),
     mistake(
         "freed blocks are reused in the order in which they were freed",
         "eviction.lru.LRUEviction.pop",
-        "last=False",
-        "last=True",
+        "popleft = self._freed.popleft",
+        "popleft = self._freed.pop",
+    ),
+    mistake(
+        "a block that was hit and freed again goes by its last freeing",
+        "eviction.lru.LRUEviction.pop",
+        "if block_id not in self._num_stale:",
+        "if block_id in self._num_stale and self._freed.count(block_id) or block_id not in self._num_stale:",
     ),
     mistake(
         "blocks that were never used come before freed ones",
         "eviction.lru.LRUEviction.pop",
         "first + num_blocks",
-        "first + max(num_blocks - len(self._freed), 0)",
+        "first + max(num_blocks - self._num_freed, 0)",
     ),
     mistake(
         "the capacity check counts hit blocks that are free",

@@ -1,48 +1,81 @@
 """Least recently used: the exact order of vLLM 0.17.1's free queue.
 
 Blocks that were never used come first, by id; then freed blocks in the order in which they were freed. The never-used
-part is a counter, so a pool of any size is ready at once.
+part is a counter, so a pool of any size is ready at once. Freed blocks are a queue of ids: a block that is hit stays in
+it as a stale entry, to be passed over later, since taking it out of the middle would cost more than all the rest.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Iterator, Sequence
-from itertools import chain
+
+# Stale entries are swept out when there are more of them than of the others, and more than this.
+_MIN_STALE_ENTRIES = 1024
 
 
 class LRUEviction:
-    """See the module. Every operation is O(1) for each block; `OrderedDict` because its front can be popped in O(1)."""
+    """See the module. Every operation is O(1) for each block, sweeps included."""
 
     def __init__(self, num_blocks: int) -> None:
         self._next_unused = 1
         self._num_blocks = num_blocks
-        self._freed: OrderedDict[int, None] = OrderedDict()
+        self._freed: deque[int] = deque()
+        self._num_freed = 0
+        # Block id -> how many of its entries are stale. They are its oldest ones: it was freed again after them.
+        self._num_stale: dict[int, int] = {}
 
     def __len__(self) -> int:
-        return self._num_blocks - self._next_unused + len(self._freed)
+        return self._num_blocks - self._next_unused + self._num_freed
 
     def __iter__(self) -> Iterator[int]:
-        return chain(range(self._next_unused, self._num_blocks), self._freed)
+        yield from range(self._next_unused, self._num_blocks)
+        yield from self._freed_in_order()
+
+    def _freed_in_order(self) -> Iterator[int]:
+        num_stale = dict(self._num_stale)
+        for block_id in self._freed:
+            if num_stale.get(block_id):
+                num_stale[block_id] -= 1
+            else:
+                yield block_id
 
     def __contains__(self, block_id: object) -> bool:
-        return block_id in self._freed or block_id in range(self._next_unused, self._num_blocks)
+        return any(free_id == block_id for free_id in self)
 
     def push(self, block_ids: Sequence[int]) -> None:
-        self._freed.update(dict.fromkeys(block_ids))
+        self._freed.extend(block_ids)
+        self._num_freed += len(block_ids)
 
     def pop(self, num_blocks: int) -> list[int]:
         first = self._next_unused
         end = min(first + num_blocks, self._num_blocks)
         self._next_unused = end
         popped = list(range(first, end))
-        popitem = self._freed.popitem
-        popped += [popitem(last=False)[0] for _ in range(num_blocks - len(popped))]
+        num_missing = num_blocks - len(popped)
+        self._num_freed -= num_missing
+        popleft = self._freed.popleft
+        if not self._num_stale:
+            popped += [popleft() for _ in range(num_missing)]
+        while len(popped) < num_blocks:
+            block_id = popleft()
+            if block_id not in self._num_stale:
+                popped.append(block_id)
+            else:
+                self._pass_over(block_id)
         return popped
 
     def remove(self, block_id: int) -> None:
-        if self._next_unused <= block_id < self._num_blocks:
+        if block_id >= self._next_unused:
             # Nothing hits a block that was never used, but whoever takes one out must get the right order after it.
-            self._freed = OrderedDict.fromkeys(self)
+            self._freed, self._num_freed, self._num_stale = deque(self), len(self), {}
             self._next_unused = self._num_blocks
-        del self._freed[block_id]
+        self._num_stale[block_id] = self._num_stale.get(block_id, 0) + 1
+        self._num_freed -= 1
+        if len(self._freed) > 2 * self._num_freed + _MIN_STALE_ENTRIES:
+            self._freed, self._num_stale = deque(self._freed_in_order()), {}
+
+    def _pass_over(self, block_id: int) -> None:
+        num_stale = self._num_stale.pop(block_id) - 1
+        if num_stale:
+            self._num_stale[block_id] = num_stale
