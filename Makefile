@@ -29,7 +29,7 @@ env:  ## Make .venv from requirements.lock, if it is missing or out of date
 demo: env  ## Serve MODEL with --kv-cache-manager kvplug and send two requests (KEEP=1 keeps the server)
 	@$(BIN)/kvplug demo --model "$(MODEL)" $(if $(filter-out 0,$(KEEP)),--keep) $(if $(PORT),--port $(PORT))
 
-test: env  ## Run the test suites, fast ones first
+test: env  ## Run the test suites (SUITES=... for some)
 	@$(BIN)/python -m tests.suites $(SUITES)
 
 lint: env  ## ruff and mypy

@@ -1,4 +1,4 @@
-"""`python -m tests.suites [NAME ...]`: the test suites, fast ones first, and at the end the time of each.
+"""`python -m tests.suites [NAME ...]`: the test suites, core first, and at the end the time of each.
 
 Each has a process of its own. A suite that fails does not stop the next. Exit status 1 if one failed or ran no test.
 """
@@ -19,9 +19,9 @@ TESTS = Path(__file__).parent
 # their own, `python -m tests.conformance`; `harness` tests that runner.
 FOLDERS = {
     "core": "core",
+    "lockstep": "lockstep",
     "glue": "glue",
     "cli": "cli",
-    "lockstep": "lockstep",
     "conformance": None,
     "harness": "conformance",
     "serving": "serving",
