@@ -19,7 +19,7 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    eviction: str = Field(default="lru", description="which free block is reused first: lru, the default, as vLLM 0.17.1")
+    eviction: str = Field(default="lru", description="which free block is reused first: lru, the default")
 
     @field_validator("eviction")
     @classmethod
