@@ -2,7 +2,7 @@
 
 Here is the order of things, and the decode shortcut; the block algorithms are in the coordinator, the groups and the
 pool. A request is any object with vLLM's attributes: request_id, num_tokens, num_computed_tokens, block_hashes,
-skip_reading_prefix_cache.
+skip_reading_prefix_cache, num_output_placeholders.
 """
 
 from __future__ import annotations
@@ -11,14 +11,17 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from vllm_kvplug import eviction
-from vllm_kvplug.allocation import SlotDemand
+from vllm_kvplug.allocation import AllocationPlan, SlotDemand
 from vllm_kvplug.block import KVCacheBlocks
 from vllm_kvplug.block_pool import BlockPool
+from vllm_kvplug.checking import CheckedCalls
 from vllm_kvplug.coordinator import Coordinator
 from vllm_kvplug.errors import CallError
-from vllm_kvplug.geometry import CacheGeometry
+from vllm_kvplug.geometry import WINDOW_KINDS, CacheGeometry
+from vllm_kvplug.groups.base import NO_LIMIT
 from vllm_kvplug.observers import Observer, ObserverSet
 from vllm_kvplug.settings import Settings
+from vllm_kvplug.sizing import NeverFits, never_fits
 
 _BlockIds = tuple[Sequence[int], ...]  # block_ids[group][i]
 
@@ -29,6 +32,7 @@ class CacheManager:
     Attributes:
         empty_kv_cache_blocks: the shared answer "no blocks".
         pool, groups: for reading (checks, views); nothing outside changes them.
+        checks: what checks the manager after its calls; None unless the setting `check_invariants` asks for it.
     """
 
     def __init__(
@@ -45,9 +49,17 @@ class CacheManager:
         self.max_model_len = geometry.max_model_len
         self.enable_caching = enable_caching
         self.use_eagle = use_eagle
-        self._observers = ObserverSet(observers)
-        free_blocks = eviction.create(settings.eviction, geometry.num_blocks)
-        self.pool = BlockPool(geometry.num_blocks, len(geometry.groups), free_blocks, self._observers)
+        self.checks = CheckedCalls.of_settings(settings)
+        self._observers = ObserverSet(observers if self.checks is None else (*observers, self.checks.story))
+        if enable_caching and geometry.groups and geometry.num_tokens_per_hash is None:
+            raise CallError("prefix caching is on: expected the geometry's num_tokens_per_hash, found none")
+        self.pool = BlockPool(
+            geometry.num_blocks,
+            len(geometry.groups),
+            eviction.create(settings.eviction, geometry.num_blocks),
+            self._observers,
+            geometry.num_reserved_blocks,
+        )
         self._coordinator = Coordinator(
             geometry, self.pool, self._observers, enable_caching=enable_caching, use_eagle=use_eagle
         )
@@ -56,6 +68,16 @@ class CacheManager:
         self.empty_kv_cache_blocks = KVCacheBlocks.of_ids(self.pool, self._no_block_ids)
         # By request, the number of tokens up to which a step needs nothing: no new block, and no block becomes full.
         self._quiet_limits_tokens: dict[str, int] = {}
+        # By request, the answer of its last lookup, until it is admitted: statistics count it then, once.
+        self._hits_to_report_tokens: dict[str, int] = {}
+        # Requests of which a step under way verifies drafts, so that not all tokens that count as computed may stay.
+        self._drafting: set[str] = set()
+        # Where a window is released, no step with drafts may pass by unnoticed.
+        has_window = any(group.kind in WINDOW_KINDS for group in geometry.groups)
+        self._max_quiet_new_tokens = 1 if has_window else NO_LIMIT
+        self._never_fitting: dict[str, NeverFits] = {}
+        if self.checks is not None:
+            self.checks.watch(self, CacheManager)
 
     @property
     def usage(self) -> float:
@@ -71,8 +93,8 @@ class CacheManager:
         if not self.enable_caching or request.skip_reading_prefix_cache:
             return self.empty_kv_cache_blocks, 0
         hit_block_ids, num_hit_tokens = self._coordinator.match(request.block_hashes, request.num_tokens - 1)
-        for notify in self._observers.on_lookup:
-            notify(request, num_hit_tokens)
+        if self._observers.on_admit:
+            self._hits_to_report_tokens[request.request_id] = num_hit_tokens
         return self._answer(hit_block_ids), num_hit_tokens
 
     def allocate_slots(
@@ -96,10 +118,12 @@ class CacheManager:
             num_lookahead_tokens: further slots for a drafter's proposals.
             num_external_computed_tokens: tokens that a KV connector brings.
             delay_cache_blocks: do not cache now; the tokens arrive later.
-            num_encoder_tokens: tokens of the encoder; only cross-attention groups would look at them.
+            num_encoder_tokens: tokens of the encoder, whose keys and values cross-attention groups keep.
 
         Returns:
             The new blocks of this step by group, or None where the free blocks do not suffice (nothing is taken then).
+
+        A request that is refused while no request holds a block is remembered for `take_never_fitting`.
 
         Raises:
             CallError: arguments that no request can have. Nothing was changed.
@@ -107,9 +131,10 @@ class CacheManager:
         # The decode step that needs nothing: one look, one sum, one comparison.
         if (
             new_computed_blocks is None
-            and num_new_tokens > 0
+            and 0 < num_new_tokens <= self._max_quiet_new_tokens
             and not num_external_computed_tokens
             and not num_new_computed_tokens
+            and not num_encoder_tokens
             and request.num_computed_tokens + num_new_tokens + num_lookahead_tokens
             <= self._quiet_limits_tokens.get(request.request_id, -1)
         ):
@@ -122,35 +147,84 @@ class CacheManager:
             num_new_tokens=num_new_tokens,
             num_lookahead_tokens=num_lookahead_tokens,
             max_model_len=self.max_model_len,
+            num_encoder_tokens=num_encoder_tokens,
         )
         # The shared empty answer says that there was nothing to find; it does not admit a request.
         has_lookup = new_computed_blocks is not None and new_computed_blocks is not self.empty_kv_cache_blocks
         hit_block_ids = new_computed_blocks.block_ids if new_computed_blocks is not None else self._no_block_ids
         self._check_demand(request, demand, hit_block_ids)
         is_admission = has_lookup or num_external_computed_tokens > 0
-        return self._serve(request, demand, hit_block_ids, is_admission, self.enable_caching and not delay_cache_blocks)
+        self._coordinator.check_admission(request.request_id, hit_block_ids, is_admission=is_admission)
+        # Drafts may be rejected: only tokens that the request has for certain are cached.
+        num_cache_tokens = min(demand.num_tokens_after_step, request.num_tokens)
+        if not self.enable_caching or delay_cache_blocks:
+            num_cache_tokens = 0
+        self._coordinator.check_block_hashes(request, num_cache_tokens)
+        new_block_ids = self._serve(request, demand, hit_block_ids, num_cache_tokens, is_admission=is_admission)
+        return None if new_block_ids is None else self._answer(new_block_ids)
 
     def _serve(
-        self, request: Any, demand: SlotDemand, hit_block_ids: _BlockIds, is_admission: bool, caches_now: bool
-    ) -> KVCacheBlocks | None:
+        self, request: Any, demand: SlotDemand, hit_block_ids: _BlockIds, num_cache_tokens: int, *, is_admission: bool
+    ) -> tuple[list[int], ...] | None:
         """Plan and, if the free blocks suffice, commit: hits first, then new blocks, then caching."""
         request_id = request.request_id
         # Even where the answer will be None: blocks that nobody looks at any more are free for others.
-        self._coordinator.release_skipped(request_id, demand.num_present_tokens)
+        self._coordinator.release_skipped(
+            request_id, demand.num_present_tokens, self._num_confirmed_tokens(request, demand)
+        )
         plan = self._coordinator.plan(request_id, demand, hit_block_ids, is_admission=is_admission)
-        if plan.num_free_blocks_needed > self.pool.num_free_blocks:
+        if plan.defers or plan.num_free_blocks_needed > self.pool.num_free_blocks:
+            self._note_refusal(request_id, plan)
             return None
-        # Drafts may be rejected: only tokens that the request has for certain are cached.
-        num_cache_tokens = min(demand.num_tokens_after_step, request.num_tokens)
-        if caches_now:
-            self._coordinator.check_block_hashes(request, num_cache_tokens)
         if is_admission:
             self._coordinator.admit(request_id, plan)
-        new_block_ids = self._coordinator.extend(request_id, plan)
-        if caches_now:
+        new_block_ids = self._coordinator.take_new(request_id, plan)
+        if num_cache_tokens:
             self._coordinator.cache_full_blocks(request, num_cache_tokens)
         self._quiet_limits_tokens[request_id] = self._coordinator.quiet_limit_tokens(request_id)
-        return self._answer(new_block_ids)
+        self._note_admission(request)
+        return new_block_ids
+
+    def _num_confirmed_tokens(self, request: Any, demand: SlotDemand) -> int:
+        """Computed tokens that stay even if every draft under way is rejected. Notes whether this step has drafts.
+
+        Without drafts every computed token stays, also one that an asynchronous step has yet to sample.
+        """
+        request_id = request.request_id
+        num_present_tokens = demand.num_present_tokens
+        num_confirmed_tokens = num_present_tokens
+        if request_id in self._drafting:
+            num_confirmed_tokens = min(num_present_tokens, request.num_tokens - 1)
+            if num_confirmed_tokens == num_present_tokens:
+                self._drafting.discard(request_id)  # every step's output has arrived
+        if demand.num_tokens_after_step > request.num_tokens + request.num_output_placeholders:
+            self._drafting.add(request_id)
+        return num_confirmed_tokens
+
+    def _note_admission(self, request: Any) -> None:
+        num_hit_tokens = self._hits_to_report_tokens.pop(request.request_id, None)
+        if num_hit_tokens is not None:
+            for notify in self._observers.on_admit:
+                notify(request, num_hit_tokens)
+
+    def _note_refusal(self, request_id: str, plan: AllocationPlan) -> None:
+        if request_id in self._quiet_limits_tokens:  # the windows may have moved
+            self._quiet_limits_tokens[request_id] = self._coordinator.quiet_limit_tokens(request_id)
+        if not plan.defers and not self.pool.num_held_blocks:
+            self._never_fitting[request_id] = NeverFits(plan.num_free_blocks_needed, self.pool.num_usable_blocks)
+
+    def never_fits(self, request: Any) -> NeverFits | None:
+        """The blocks that the request's present tokens need, and those that the pool has, where even an empty pool
+        could not hold them; else None.
+        """
+        return never_fits(self.geometry, request.num_tokens)
+
+    def take_never_fitting(self) -> dict[str, NeverFits]:
+        """Requests that were refused, since the last call, while no request held a block: nothing that ends could ever
+        make room for them.
+        """
+        never_fitting, self._never_fitting = self._never_fitting, {}
+        return never_fitting
 
     def cache_blocks(self, request: Any, num_computed_tokens: int) -> None:
         """Cache what is full with the request's first `num_computed_tokens` tokens (after an asynchronous step)."""
@@ -166,27 +240,39 @@ class CacheManager:
         """Give back all blocks of a finished, aborted or preempted request. Full blocks stay findable until they are
         reused.
         """
-        self._quiet_limits_tokens.pop(request.request_id, None)
-        self._coordinator.free(request.request_id)
+        request_id = request.request_id
+        self._quiet_limits_tokens.pop(request_id, None)
+        self._hits_to_report_tokens.pop(request_id, None)
+        self._drafting.discard(request_id)
+        self._never_fitting.pop(request_id, None)
+        self._coordinator.free(request_id)
 
     def remove_skipped_blocks(self, request_id: str, total_computed_tokens: int) -> None:
         """Free what the attention windows of a request have left behind."""
-        self._coordinator.release_skipped(request_id, total_computed_tokens)
+        self._coordinator.release_skipped(request_id, total_computed_tokens, total_computed_tokens)
+        if request_id in self._quiet_limits_tokens:
+            self._quiet_limits_tokens[request_id] = self._coordinator.quiet_limit_tokens(request_id)
 
     def evict_blocks(self, block_ids: Collection[int]) -> None:
-        """Take blocks out of the prefix cache (a connector failed to load them); who holds them keeps them.
+        """Take blocks out of the prefix cache: a connector failed to load them.
+
+        Who holds them keeps them, and publishes neither them nor anything computed from them any more; what it has
+        published of that leaves the prefix cache, too, and is reused first once it is free.
 
         Raises:
             CallError: an id is outside the pool. Nothing was changed.
         """
         self.pool.evict(block_ids)
+        self._coordinator.stop_publishing(block_ids)
 
     def reset_prefix_cache(self) -> bool:
         """Drop the whole prefix cache. Answers False, and changes nothing, while a request holds blocks."""
         return self.pool.reset()
 
     def get_num_common_prefix_blocks(self, running_request_id: str) -> list[int]:
-        """By group, the leading blocks of this request that every request with blocks holds too."""
+        """By group, the leading blocks of this request that every request with blocks holds too; 0 for groups whose
+        kernels do not share them.
+        """
         return self._coordinator.num_common_prefix_blocks(running_request_id)
 
     def get_blocks(self, request_id: str) -> KVCacheBlocks:
@@ -202,7 +288,8 @@ class CacheManager:
         return self._coordinator.take_unreported_block_ids()
 
     def new_step_starts(self) -> None:
-        """The scheduler begins a step. No group has anything to do then yet."""
+        """The scheduler begins a step."""
+        self._coordinator.new_step_starts()
 
     def _check_demand(self, request: Any, demand: SlotDemand, hit_block_ids: _BlockIds) -> None:
         if not self.enable_caching and any(hit_block_ids):
