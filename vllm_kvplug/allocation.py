@@ -18,6 +18,7 @@ class SlotDemand:
         num_new_tokens: to be computed in this step, unverified draft tokens included.
         num_lookahead_tokens: slots beyond, for tokens that a drafter will propose.
         max_model_len: no slot is needed beyond this many tokens.
+        num_encoder_tokens: of the encoder, whose keys and values cross-attention keeps; 0 after the first step.
     """
 
     num_computed_tokens: int
@@ -26,6 +27,7 @@ class SlotDemand:
     num_new_tokens: int
     num_lookahead_tokens: int
     max_model_len: int
+    num_encoder_tokens: int = 0
 
     @property
     def num_present_tokens(self) -> int:
@@ -48,26 +50,39 @@ class GroupPlan:
     """What one KV cache group would do.
 
     Attributes:
-        hit_block_ids: cached blocks that the request takes over.
+        num_null_blocks: leading positions without a block, since no later token looks at them.
+        hit_block_ids: cached blocks that the request takes over, after those.
         num_free_hit_blocks: how many of them are free now, so that holding them uses up free blocks.
         num_external_blocks: new blocks for external tokens (vLLM does not report them as this step's new blocks).
-        num_new_blocks: further new blocks, the call's answer.
+        num_new_blocks: further new blocks.
+        num_spare_blocks: blocks that must be free besides, though they are not taken.
+        defers: the group cannot serve this in the present step, whatever is free.
     """
 
-    hit_block_ids: list[int]
-    num_free_hit_blocks: int
-    num_external_blocks: int
-    num_new_blocks: int
+    num_null_blocks: int = 0
+    hit_block_ids: tuple[int, ...] = ()
+    num_free_hit_blocks: int = 0
+    num_external_blocks: int = 0
+    num_new_blocks: int = 0
+    num_spare_blocks: int = 0
+    defers: bool = False
+
+    @property
+    def num_free_blocks_needed(self) -> int:
+        """Free blocks that this takes or counts on."""
+        return self.num_free_hit_blocks + self.num_external_blocks + self.num_new_blocks + self.num_spare_blocks
 
 
 @dataclass(frozen=True)
 class AllocationPlan:
-    """What all groups would do, and how many free blocks it takes.
+    """What all groups would do.
 
     Attributes:
         groups: by group.
-        num_free_blocks_needed: free blocks that hits and new blocks take together.
+        num_free_blocks_needed: free blocks that they need together.
+        defers: one of them cannot serve this in the present step.
     """
 
-    groups: list[GroupPlan]
+    groups: tuple[GroupPlan, ...]
     num_free_blocks_needed: int
+    defers: bool

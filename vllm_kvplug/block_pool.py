@@ -2,7 +2,8 @@
 
 The pool counts references, keeps the hash of every cached block, owns the prefix indexes and asks an eviction policy
 which free block is reused next. It knows no requests: who holds what is the groups' business. Block 0 is the null
-block, a placeholder that is never handed out, freed, cached or counted.
+block, a placeholder that is never handed out, freed, cached or counted; blocks 1 to n may be reserved (the sinks of
+attention with sinks) and are no request's either.
 """
 
 from __future__ import annotations
@@ -22,6 +23,13 @@ NULL_BLOCK_ID = 0
 class BlockPool:
     """All blocks of one KV cache.
 
+    Args:
+        num_blocks: blocks in the pool, the null block and reserved ones included.
+        num_groups: KV cache groups, each with a prefix index of its own.
+        free_blocks: the order over the free blocks; fresh, every block but the null block in it.
+        observers: whom to tell.
+        num_reserved_blocks: leading blocks that nobody is given, the null block included.
+
     Attributes (read only for everybody else):
         reference_counts: by block id, how many requests hold the block.
         block_hashes: by block id, the hash that the block is cached under, or None.
@@ -30,9 +38,24 @@ class BlockPool:
         indexes: by group, the prefix index.
     """
 
-    def __init__(self, num_blocks: int, num_groups: int, free_blocks: EvictionPolicy, observers: ObserverSet) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        num_groups: int,
+        free_blocks: EvictionPolicy,
+        observers: ObserverSet,
+        num_reserved_blocks: int = 1,
+    ) -> None:
         self.num_blocks = num_blocks
+        self.num_reserved_blocks = num_reserved_blocks
         self.free_blocks = free_blocks
+        if num_reserved_blocks > 1:
+            reserved = free_blocks.pop(num_reserved_blocks - 1)
+            if reserved != list(range(1, num_reserved_blocks)):
+                raise BlockError(
+                    f"reserved blocks: expected ids 1 to {num_reserved_blocks - 1} first in the fresh order of "
+                    f"{type(free_blocks).__name__}, found {reserved}"
+                )
         self.reference_counts = [0] * num_blocks
         self.block_hashes: list[bytes | None] = [None] * num_blocks
         self.block_group_ids = array("H", bytes(2 * num_blocks))
@@ -49,12 +72,17 @@ class BlockPool:
     @property
     def num_held_blocks(self) -> int:
         """Blocks that a request holds."""
-        return self.num_blocks - 1 - len(self.free_blocks)
+        return self.num_usable_blocks - len(self.free_blocks)
+
+    @property
+    def num_usable_blocks(self) -> int:
+        """Blocks that requests can hold."""
+        return self.num_blocks - self.num_reserved_blocks
 
     @property
     def usage(self) -> float:
         """Held part of the usable blocks, 0.0 to 1.0."""
-        num_usable_blocks = self.num_blocks - 1
+        num_usable_blocks = self.num_usable_blocks
         # One minus the free part, not the held part: the same float as upstream reports.
         return 1.0 - len(self.free_blocks) / num_usable_blocks if num_usable_blocks else 0.0
 
@@ -99,9 +127,11 @@ class BlockPool:
             counts[block_id] = 1
             if hashes[block_id] is not None:
                 self._drop_hash(block_id)
+        for notify in self._observers.on_take:
+            notify(block_ids)
         return block_ids
 
-    def acquire(self, block_ids: Iterable[int]) -> None:
+    def acquire(self, block_ids: Sequence[int]) -> None:
         """Hold blocks that a lookup found: one reference more each; free ones leave the free blocks."""
         counts = self.reference_counts
         for block_id in block_ids:
@@ -110,18 +140,21 @@ class BlockPool:
             if not counts[block_id]:
                 self.free_blocks.remove(block_id)
             counts[block_id] += 1
+        for notify in self._observers.on_acquire:
+            notify(block_ids)
 
-    def release(self, block_ids: Sequence[int]) -> None:
+    def release(self, block_ids: Sequence[int], *, is_worthless: bool = False) -> None:
         """Give up one reference on each block, in this order; a block that nobody holds any more becomes free and stays
-        cached.
+        cached. Worthless ones are reused before all others.
 
         Raises:
             BlockError: a block is not held (as often as it is named). Nothing was changed.
         """
         counts = self.reference_counts
         freed: list[int] = []
+        first_usable = self.num_reserved_blocks
         for position, block_id in enumerate(block_ids):
-            count = counts[block_id] - 1 if 0 < block_id < self.num_blocks else -1
+            count = counts[block_id] - 1 if first_usable <= block_id < self.num_blocks else -1
             if count > 0:
                 counts[block_id] = count
             elif count == 0:
@@ -131,10 +164,16 @@ class BlockPool:
                 for undone in block_ids[:position]:
                     counts[undone] += undone != NULL_BLOCK_ID
                 raise BlockError(
-                    f"cannot free block {block_id}: expected a held block of this pool (1 to {self.num_blocks - 1}), "
+                    f"cannot free block {block_id}: expected a held block of this pool "
+                    f"({first_usable} to {self.num_blocks - 1}), "
                     "found one that nobody holds (freed twice?)"
                 )
-        self.free_blocks.push(freed)
+        if is_worthless:
+            self.free_blocks.push_first(freed)
+        else:
+            self.free_blocks.push(freed)
+        for notify in self._observers.on_release:
+            notify(block_ids)
 
     # Caching
 
@@ -163,6 +202,12 @@ class BlockPool:
             CallError: an id is outside the pool. Nothing was changed.
         """
         self.check_block_ids(block_ids)
+        for notify in self._observers.on_withdraw:
+            notify(block_ids)
+        self.forget(block_ids)
+
+    def forget(self, block_ids: Collection[int]) -> None:
+        """Take those of these blocks out of the prefix cache that are cached."""
         for block_id in block_ids:
             if self.block_hashes[block_id] is not None:
                 self._drop_hash(block_id)
@@ -181,7 +226,7 @@ class BlockPool:
     def _drop_hash(self, block_id: int) -> None:
         block_hash, group_id = self.block_hashes[block_id], self.block_group_ids[block_id]
         assert block_hash is not None
-        self.indexes[group_id].remove(block_hash, block_id)
+        is_last_copy = self.indexes[group_id].remove(block_hash, block_id)
         self.block_hashes[block_id] = None
         for notify in self._observers.on_evict:
-            notify(block_id, group_id, block_hash)
+            notify(block_id, group_id, block_hash, is_last_copy)

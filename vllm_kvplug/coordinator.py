@@ -1,18 +1,21 @@
 """The groups as one: match, plan, commit, cache and free across all of them.
 
-The order across groups is part of the behaviour: hits of all groups are held before anything new is taken; groups take
-and free in their own order, one after the other.
+The order across groups is part of the behaviour: hits of all groups are held before anything new is taken, since what
+one group is handed must not be what another has just hit; then come the blocks for external tokens of all groups, then
+the other new ones. Groups take and free in their own order, one after the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from vllm_kvplug.allocation import AllocationPlan, SlotDemand
-from vllm_kvplug.block_pool import BlockPool
-from vllm_kvplug.geometry import CacheGeometry
-from vllm_kvplug.groups import GROUP_CLASSES, AttentionGroup
+from vllm_kvplug.block_pool import NULL_BLOCK_ID, BlockPool
+from vllm_kvplug.errors import UnsupportedError
+from vllm_kvplug.geometry import AttentionKind, CacheGeometry
+from vllm_kvplug.groups import AttentionGroup, group_class
+from vllm_kvplug.groups.base import NO_LIMIT
 from vllm_kvplug.observers import ObserverSet
 
 
@@ -21,54 +24,103 @@ class Coordinator:
 
     Attributes:
         groups: the groups, in the geometry's order.
+
+    Raises:
+        UnsupportedError: a drafter's dropped block together with chunked local attention, which vLLM does not have
+            either.
     """
 
     def __init__(
         self, geometry: CacheGeometry, pool: BlockPool, observers: ObserverSet, *, enable_caching: bool, use_eagle: bool
     ) -> None:
+        if enable_caching and use_eagle and any(g.kind is AttentionKind.CHUNKED_LOCAL for g in geometry.groups):
+            raise UnsupportedError(
+                "chunked local attention with EAGLE: expected prefix caching off, found it on (vLLM has no rule for "
+                "which chunk the dropped block is in)"
+            )
+        num_tokens_per_hash = geometry.num_tokens_per_hash
         self.groups: tuple[AttentionGroup, ...] = tuple(
-            GROUP_CLASSES[group.kind](group_id, group, pool, observers)
+            group_class(group)(
+                group_id,
+                group,
+                pool,
+                observers,
+                num_hashes_per_block=group.num_tokens_per_block // num_tokens_per_hash if num_tokens_per_hash else 1,
+                use_eagle=use_eagle,
+            )
             for group_id, group in enumerate(geometry.groups)
         )
         self._enable_caching = enable_caching
-        self._use_eagle = use_eagle
+        self._num_tokens_per_hit_step = geometry.num_tokens_per_hit_step
+        # Groups whose answer only needs cutting when another shortens the hit come first: each is asked once.
+        self._match_order = sorted(self.groups, key=lambda group: not group.any_shorter_prefix_serves)
 
     def match(self, block_hashes: Sequence[bytes], max_num_tokens: int) -> tuple[tuple[list[int], ...], int]:
-        """The longest prefix that every group has cached: block ids by group, and its number of tokens. Changes
-        nothing.
-        """
-        (group,) = self.groups  # CacheGeometry sees to it that there is one
-        block_ids = group.match(block_hashes, max_num_tokens)
-        if self._use_eagle and block_ids:
-            # The drafter needs the hidden states of the last matched block, so that block is computed again.
-            block_ids.pop()
-        return (block_ids,), len(block_ids) * group.num_tokens_per_block
+        """The longest prefix that every group can serve: block ids by group, and its number of tokens. Changes nothing.
 
-    def release_skipped(self, request_id: str, num_computed_tokens: int) -> None:
+        A fixed point: each group in turn accepts the others' length or shortens it, until all agree.
+        """
+        step_tokens = self._num_tokens_per_hit_step
+        num_hit_tokens = min(
+            (
+                max(max_num_tokens // group.num_tokens_per_block - group.num_dropped_blocks, 0)
+                * group.num_tokens_per_block
+                for group in self.groups
+            ),
+            default=0,
+        )
+        num_hit_tokens -= num_hit_tokens % step_tokens
+        rows: dict[int, list[int]] = {}
+        agreed = False
+        while not agreed:
+            agreed = True
+            for group in self._match_order:
+                num_blocks = num_hit_tokens // group.num_tokens_per_block
+                row = rows.get(group.group_id)
+                if row is not None and group.any_shorter_prefix_serves:
+                    del row[num_blocks:]
+                elif row is None or len(row) != num_blocks:
+                    row = group.match(
+                        group.hashes_of(block_hashes), num_blocks, step_tokens // group.num_tokens_per_block
+                    )
+                    rows[group.group_id] = row
+                    if len(row) != num_blocks:
+                        num_hit_tokens = len(row) * group.num_tokens_per_block
+                        agreed = False
+        return tuple(rows[group.group_id] for group in self.groups), num_hit_tokens
+
+    def check_admission(self, request_id: str, hit_block_ids: Sequence[Sequence[int]], *, is_admission: bool) -> None:
+        """See that the request can have these hits, in every group. Changes nothing."""
+        for group, group_hit_block_ids in zip(self.groups, hit_block_ids, strict=True):
+            group.check_admission(request_id, group_hit_block_ids, is_admission=is_admission)
+
+    def release_skipped(self, request_id: str, num_computed_tokens: int, num_confirmed_tokens: int) -> None:
         """Free what the attention windows have left behind, in every group."""
         for group in self.groups:
-            group.release_skipped(request_id, num_computed_tokens)
+            group.release_skipped(request_id, num_computed_tokens, num_confirmed_tokens)
 
     def plan(
         self, request_id: str, demand: SlotDemand, hit_block_ids: Sequence[Sequence[int]], *, is_admission: bool
     ) -> AllocationPlan:
         """What serving the demand would take, over all groups. Changes nothing."""
-        plans = [
+        plans = tuple(
             group.plan(request_id, demand, group_hit_block_ids, is_admission=is_admission)
             for group, group_hit_block_ids in zip(self.groups, hit_block_ids, strict=True)
-        ]
-        num_free_blocks_needed = sum(p.num_free_hit_blocks + p.num_external_blocks + p.num_new_blocks for p in plans)
-        return AllocationPlan(plans, num_free_blocks_needed)
+        )
+        num_free_blocks_needed = sum(plan.num_free_blocks_needed for plan in plans)
+        return AllocationPlan(plans, num_free_blocks_needed, any(plan.defers for plan in plans))
 
     def admit(self, request_id: str, plan: AllocationPlan) -> None:
-        """Hold the hits of every group."""
+        """Hold the hits of every group, then take the blocks for external tokens of every group."""
         for group, group_plan in zip(self.groups, plan.groups, strict=True):
             group.admit(request_id, group_plan)
+        for group, group_plan in zip(self.groups, plan.groups, strict=True):
+            group.take_external(request_id, group_plan)
 
-    def extend(self, request_id: str, plan: AllocationPlan) -> tuple[list[int], ...]:
-        """Take the new blocks of every group: ids by group."""
+    def take_new(self, request_id: str, plan: AllocationPlan) -> tuple[list[int], ...]:
+        """Take the other new blocks of every group: ids by group."""
         return tuple(
-            group.extend(request_id, group_plan) for group, group_plan in zip(self.groups, plan.groups, strict=True)
+            group.take_new(request_id, group_plan) for group, group_plan in zip(self.groups, plan.groups, strict=True)
         )
 
     def check_block_hashes(self, request: Any, num_tokens: int) -> None:
@@ -80,6 +132,29 @@ class Coordinator:
         """Put blocks that are full with the request's first `num_tokens` tokens into the prefix cache."""
         for group in self.groups:
             group.cache_full_blocks(request, num_tokens)
+
+    def stop_publishing(self, block_ids: Collection[int]) -> None:
+        """Loads into these blocks failed: what any request computed from one of them on is not to be hit.
+
+        A block of one group holds the tokens' keys and values for its layers only, but every later layer and token is
+        computed from them, so the requests that hold it stop in all groups.
+        """
+        failed = frozenset(block_ids) - {NULL_BLOCK_ID}
+        first_bad_tokens: dict[str, int] = {}
+        for group in self.groups:
+            for request_id, table in group.tables.items():
+                position = next((i for i, block_id in enumerate(table.block_ids) if block_id in failed), None)
+                if position is not None:
+                    first_token = position * group.num_tokens_per_block
+                    first_bad_tokens[request_id] = min(first_token, first_bad_tokens.get(request_id, first_token))
+        for request_id, first_bad_token in first_bad_tokens.items():
+            for group in self.groups:
+                group.stop_publishing(request_id, first_bad_token)
+
+    def new_step_starts(self) -> None:
+        """The scheduler begins a step."""
+        for group in self.groups:
+            group.new_step_starts()
 
     def free(self, request_id: str) -> None:
         """Give back all blocks of a request, group by group."""
@@ -98,7 +173,10 @@ class Coordinator:
 
     def quiet_limit_tokens(self, request_id: str) -> int:
         """The most tokens that the request can grow to without any group having something to do."""
-        return min(group.quiet_limit_tokens(request_id, caches=self._enable_caching) for group in self.groups)
+        return min(
+            (group.quiet_limit_tokens(request_id, caches=self._enable_caching) for group in self.groups),
+            default=NO_LIMIT,
+        )
 
     def take_unreported_block_ids(self) -> list[int]:
         """New block ids of all groups since the last call."""

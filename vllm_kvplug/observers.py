@@ -6,17 +6,26 @@ so a hook that nobody wants costs one loop over an empty tuple.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 
 class Observer:
     """Base class: every hook does nothing. Hooks are called after the change that they tell of and must not raise."""
 
-    def on_lookup(self, request: Any, num_hit_tokens: int) -> None:
-        """A request asked for its cached prefix and was told `num_hit_tokens`. Called for each asking, retries
-        included.
+    def on_admit(self, request: Any, num_hit_tokens: int) -> None:
+        """A request was given its first slots after a lookup that had found `num_hit_tokens`. Lookups whose request was
+        then refused are not told.
         """
+
+    def on_take(self, block_ids: Sequence[int]) -> None:
+        """Free blocks were handed out; those of them that were cached have left the prefix index (`on_evict`)."""
+
+    def on_acquire(self, block_ids: Sequence[int]) -> None:
+        """A request holds blocks that its lookup found, null blocks among them."""
+
+    def on_release(self, block_ids: Sequence[int]) -> None:
+        """A request gave up blocks, null blocks among them."""
 
     def on_cache(
         self,
@@ -24,13 +33,22 @@ class Observer:
         group_id: int,
         num_tokens_per_block: int,
         block_ids: Sequence[int],
+        block_hashes: Sequence[bytes],
         first_block: int,
         end_block: int,
     ) -> None:
-        """Blocks `first_block` .. `end_block` - 1 of the request's table `block_ids` became full and can be hit now."""
+        """Blocks `first_block` .. `end_block` - 1 of the request's table `block_ids` became full and can be hit now.
 
-    def on_evict(self, block_id: int, group_id: int, block_hash: bytes) -> None:
-        """A block left the prefix index: it is being reused, or was evicted on request."""
+        `block_hashes[i]` is the hash for position i of that table.
+        """
+
+    def on_evict(self, block_id: int, group_id: int, block_hash: bytes, is_last_copy: bool) -> None:
+        """A block left the prefix index: it is being reused, or was evicted on request. With the last copy, nothing of
+        this group answers for the hash any more.
+        """
+
+    def on_withdraw(self, block_ids: Collection[int]) -> None:
+        """Eviction of these blocks was asked for, cached or not; `on_evict` follows for those that are."""
 
     def on_reset(self) -> None:
         """The whole prefix cache was dropped."""
@@ -39,12 +57,25 @@ class Observer:
 class ObserverSet:
     """The observers of one manager, sorted by hook. Iterate `on_evict` etc. and call each."""
 
-    __slots__ = ("on_cache", "on_evict", "on_lookup", "on_reset")
+    __slots__ = (
+        "on_acquire",
+        "on_admit",
+        "on_cache",
+        "on_evict",
+        "on_release",
+        "on_reset",
+        "on_take",
+        "on_withdraw",
+    )
 
-    on_lookup: tuple[Callable[..., None], ...]
+    on_acquire: tuple[Callable[..., None], ...]
+    on_admit: tuple[Callable[..., None], ...]
     on_cache: tuple[Callable[..., None], ...]
     on_evict: tuple[Callable[..., None], ...]
+    on_release: tuple[Callable[..., None], ...]
     on_reset: tuple[Callable[..., None], ...]
+    on_take: tuple[Callable[..., None], ...]
+    on_withdraw: tuple[Callable[..., None], ...]
 
     def __init__(self, observers: Iterable[Observer] = ()) -> None:
         observers = tuple(observers)

@@ -50,17 +50,18 @@ class PrefixIndex:
         if self._first.setdefault(block_hash, block_id) != block_id:
             self._duplicates.setdefault(block_hash, {})[block_id] = None
 
-    def remove(self, block_hash: bytes, block_id: int) -> None:
-        """Remove a block from a hash that it was inserted under."""
+    def remove(self, block_hash: bytes, block_id: int) -> bool:
+        """Remove a block from a hash that it was inserted under. Answers whether it was the last one with it."""
         others = self._duplicates.get(block_hash)
         if others is None:
             del self._first[block_hash]
-            return
+            return True
         if self._first[block_hash] == block_id:
             block_id = self._first[block_hash] = next(iter(others))
         del others[block_id]
         if not others:
             del self._duplicates[block_hash]
+        return False
 
     def items(self) -> Iterable[tuple[bytes, list[int]]]:
         """Every hash with its block ids, the answering one first: for checks and views."""

@@ -23,6 +23,7 @@ class FakeRequest:
     num_computed_tokens: int = 0
     skip_reading_prefix_cache: bool = False
     num_preemptions: int = 0
+    num_output_placeholders: int = 0
     num_hidden_hashes: int = field(default=0, repr=False)
 
     @property
@@ -49,7 +50,8 @@ def make_manager(
     observers: Sequence[Observer] = (),
 ) -> CacheManager:
     """A manager over one group of full attention; eleven blocks are ten usable ones."""
-    geometry = CacheGeometry(num_blocks, max_model_len, (GroupGeometry(AttentionKind.FULL, num_tokens_per_block),))
+    group = GroupGeometry(AttentionKind.FULL, num_tokens_per_block)
+    geometry = CacheGeometry(num_blocks, max_model_len, (group,), num_tokens_per_block)
     return CacheManager(geometry, Settings(), enable_caching=enable_caching, use_eagle=use_eagle, observers=observers)
 
 

@@ -18,8 +18,8 @@ class Recorder(Observer):
     def __init__(self) -> None:
         self.seen: list[Any] = []
 
-    def on_evict(self, block_id: int, group_id: int, block_hash: bytes) -> None:
-        self.seen.append(("evict", block_id, group_id, block_hash))
+    def on_evict(self, block_id: int, group_id: int, block_hash: bytes, is_last_copy: bool) -> None:
+        self.seen.append(("evict", block_id, group_id, block_hash, is_last_copy))
 
     def on_reset(self) -> None:
         self.seen.append("reset")
@@ -59,7 +59,7 @@ def test_a_freed_block_stays_cached_until_it_is_taken_again(pool: BlockPool, rec
     assert pool.match(0, [A, B], 2) == [1, 2]
     assert pool.take(4) == [5, 4, 3, 2]
     assert pool.match(0, [A, B], 2) == [1]
-    assert recorder.seen == [("evict", 2, 0, B)]
+    assert recorder.seen == [("evict", 2, 0, B, True)]
 
 
 def test_a_hit_takes_a_free_block_out_of_the_order(pool: BlockPool) -> None:
@@ -123,7 +123,7 @@ def test_evict_takes_held_and_free_blocks_out_of_the_cache(pool: BlockPool, reco
     pool.cache(0, [1, 2], [A, B])
     pool.release([2])
     pool.evict([0, 1, 2, 3])
-    assert recorder.seen == [("evict", 1, 0, A), ("evict", 2, 0, B)]
+    assert recorder.seen == [("evict", 1, 0, A, True), ("evict", 2, 0, B, True)]
     assert pool.match(0, [A], 1) == []
     assert pool.reference_counts[1] == 1
     assert list(pool.free_blocks) == [4, 5, 2]
@@ -152,3 +152,31 @@ def test_reset_waits_for_held_blocks_and_keeps_the_order(pool: BlockPool, record
     assert recorder.seen == ["reset"]
     pool.take(5)
     assert recorder.seen == ["reset"], "nothing was cached any more, so nothing can be evicted"
+
+
+def test_only_the_last_copy_of_a_hash_is_the_last(pool: BlockPool, recorder: Recorder) -> None:
+    pool.cache(0, pool.take(3), [A, A, A])
+    pool.evict([2])
+    pool.evict([1])
+    pool.evict([3])
+    assert recorder.seen == [("evict", 2, 0, A, False), ("evict", 1, 0, A, False), ("evict", 3, 0, A, True)]
+
+
+def test_reserved_blocks_are_nobodys(recorder: Recorder) -> None:
+    pool = BlockPool(6, 1, LRUEviction(6), ObserverSet([recorder]), num_reserved_blocks=3)
+    assert (pool.num_usable_blocks, pool.num_free_blocks, pool.usage) == (3, 3, 0.0)
+    assert pool.reset() is True
+    assert pool.take(3) == [3, 4, 5]
+    assert pool.usage == 1.0
+    with pytest.raises(BlockError, match=r"cannot free block 2: expected a held block of this pool \(3 to 5\)"):
+        pool.release([3, 2])
+    assert (pool.num_free_blocks, pool.reference_counts) == (0, [0, 0, 0, 1, 1, 1])
+
+
+def test_worthless_blocks_are_reused_before_all_others(pool: BlockPool) -> None:
+    pool.take(3)
+    pool.release([1])
+    pool.release([3, 2], is_worthless=True)
+    assert list(pool.free_blocks) == [3, 2, 4, 5, 1]
+    assert pool.take(4) == [3, 2, 4, 5]
+    assert list(pool.free_blocks) == [1]

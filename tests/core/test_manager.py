@@ -266,8 +266,20 @@ class Recorder(Observer):
     def __init__(self) -> None:
         self.seen: list[Any] = []
 
-    def on_lookup(self, request: Any, num_hit_tokens: int) -> None:
-        self.seen.append(("lookup", request.request_id, num_hit_tokens))
+    def on_admit(self, request: Any, num_hit_tokens: int) -> None:
+        self.seen.append(("admit", request.request_id, num_hit_tokens))
+
+    def on_take(self, block_ids: Any) -> None:
+        self.seen.append(("take", list(block_ids)))
+
+    def on_acquire(self, block_ids: Any) -> None:
+        self.seen.append(("acquire", list(block_ids)))
+
+    def on_release(self, block_ids: Any) -> None:
+        self.seen.append(("release", list(block_ids)))
+
+    def on_withdraw(self, block_ids: Any) -> None:
+        self.seen.append(("withdraw", sorted(block_ids)))
 
     def on_cache(
         self,
@@ -275,13 +287,15 @@ class Recorder(Observer):
         group_id: int,
         num_tokens_per_block: int,
         block_ids: Any,
+        block_hashes: Any,
         first_block: int,
         end_block: int,
     ) -> None:
+        assert list(block_hashes) == request.block_hashes
         self.seen.append(("cache", request.request_id, group_id, block_ids[first_block:end_block]))
 
-    def on_evict(self, block_id: int, group_id: int, block_hash: bytes) -> None:
-        self.seen.append(("evict", block_id))
+    def on_evict(self, block_id: int, group_id: int, block_hash: bytes, is_last_copy: bool) -> None:
+        self.seen.append(("evict", block_id, is_last_copy))
 
 
 def test_observers_hear_of_everything_in_order() -> None:
@@ -289,10 +303,18 @@ def test_observers_hear_of_everything_in_order() -> None:
     manager = make_manager(num_blocks=4, observers=[recorder, Observer()])
     manager.free(prefilled(manager, "a", list(range(8))))
     prefilled(manager, "b", [*range(4), 70, 71, 72, 73, 74])
+    manager.evict_blocks([1])
     assert recorder.seen == [
-        ("lookup", "a", 0),
+        ("take", [1, 2]),
         ("cache", "a", 0, [1, 2]),
-        ("lookup", "b", 4),
-        ("evict", 2),
+        ("admit", "a", 0),
+        ("release", [2, 1]),
+        ("acquire", [1]),
+        ("evict", 2, True),
+        ("take", [3, 2]),
         ("cache", "b", 0, [3]),
+        ("admit", "b", 4),
+        ("withdraw", [1]),
+        ("evict", 1, True),
+        ("evict", 3, True),  # it was computed from block 1
     ]

@@ -41,8 +41,22 @@ def test_geometry_refuses_sizes_that_cannot_be() -> None:
         CacheGeometry(0, 10, (group,))
     with pytest.raises(CallError, match="max_model_len: expected at least 1 token, found 0"):
         CacheGeometry(10, 0, (group,))
-    with pytest.raises(UnsupportedError, match="KV cache groups: expected one, found 2"):
-        CacheGeometry(10, 10, (group, group))
+    with pytest.raises(CallError, match="sliding_window group: window_tokens: expected at least 1, found 0"):
+        GroupGeometry(AttentionKind.SLIDING_WINDOW, 16)
+    with pytest.raises(CallError, match="chunked_local group: chunk_tokens: expected at least 1, found 0"):
+        GroupGeometry(AttentionKind.CHUNKED_LOCAL, 16)
+    with pytest.raises(CallError, match="num_speculative_blocks: expected at least 0, found -1"):
+        GroupGeometry(AttentionKind.MAMBA, 16, num_speculative_blocks=-1)
+    with pytest.raises(CallError, match=r"num_tokens_per_hash: expected a divisor of .* 16 tokens, found 5"):
+        CacheGeometry(10, 10, (group,), 5)
+    sink = GroupGeometry(AttentionKind.SINK, 16, num_sink_blocks=2)
+    with pytest.raises(CallError, match=r"num_blocks: expected at least 3 .*found 2"):
+        CacheGeometry(2, 10, (sink,))
+    with pytest.raises(UnsupportedError, match="several KV cache groups of sink attention"):
+        CacheGeometry(10, 10, (sink, sink))
+    cross = GroupGeometry(AttentionKind.CROSS, 16)
+    with pytest.raises(UnsupportedError, match="group 1 of cross-attention: expected prefix caching off"):
+        CacheGeometry(10, 10, (group, cross), 16)
 
 
 def test_num_blocks_rounds_up() -> None:

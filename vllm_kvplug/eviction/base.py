@@ -30,6 +30,10 @@ class EvictionPolicy(Protocol):
         """These blocks became free, in this order (the earlier, the sooner reused)."""
         ...
 
+    def push_first(self, block_ids: Sequence[int]) -> None:
+        """These blocks became free and are worth nothing: reuse them before all others, in this order."""
+        ...
+
     def pop(self, num_blocks: int) -> list[int]:
         """Take the next `num_blocks` to reuse out of the order. The caller has checked that there are so many."""
         ...

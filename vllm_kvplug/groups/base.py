@@ -1,48 +1,78 @@
 """One KV cache group: the block tables of its requests, and the arithmetic that every attention type shares.
 
 In goes a request id and a demand in tokens; out come block ids from the pool. What differs between attention types is a
-method that a subclass overrides: which cached blocks serve as a prefix (`match`), which blocks a request no longer
-needs (`release_skipped`). A new attention type is one module beside this file and one line in `groups/__init__.py`.
+method that a subclass overrides: which cached blocks serve as a prefix (`match`), how many leading tokens no later
+token looks at (`num_skipped_tokens`). A new attention type is one module beside this file and one line in
+`groups/__init__.py`.
+
+A position whose block no later token needs holds the null block, 0.
 """
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from vllm_kvplug.allocation import GroupPlan, SlotDemand
-from vllm_kvplug.block_pool import BlockPool
+from vllm_kvplug.block_pool import NULL_BLOCK_ID, BlockPool
 from vllm_kvplug.errors import CallError
 from vllm_kvplug.geometry import GroupGeometry, num_blocks_for
+from vllm_kvplug.hash_row import HashRow
 from vllm_kvplug.observers import ObserverSet
+
+NO_LIMIT = sys.maxsize
 
 
 class BlockTable:
     """One request's blocks in one group.
 
     Attributes:
-        block_ids: by position, the block that holds these tokens.
+        block_ids: by position, the block that holds these tokens, or the null block.
         num_cached_blocks: leading blocks that are in the prefix cache or need not go there any more.
         is_admitted: the request took its hits or cached a block; from then on it has no further hits.
+        first_unpublished: no block from this position on may go into the prefix cache (a load into it failed).
+        num_leading_nulls: so many leading positions surely hold the null block (there may be more).
     """
 
-    __slots__ = ("block_ids", "is_admitted", "num_cached_blocks")
+    __slots__ = ("block_ids", "first_unpublished", "is_admitted", "num_cached_blocks", "num_leading_nulls")
 
     def __init__(self) -> None:
         self.block_ids: list[int] = []
         self.num_cached_blocks = 0
         self.is_admitted = False
+        self.first_unpublished: int | None = None
+        self.num_leading_nulls = 0
 
 
 class AttentionGroup(ABC):
-    """Base of all groups. `tables` maps a request id to its `BlockTable`; others read it, only the group changes it."""
+    """Base of all groups. `tables` maps a request id to its `BlockTable`; others read it, only the group changes it.
 
-    def __init__(self, group_id: int, geometry: GroupGeometry, pool: BlockPool, observers: ObserverSet) -> None:
+    Attributes:
+        any_shorter_prefix_serves: if a prefix can be hit, every shorter one can, too.
+        num_dropped_blocks: where a drafter needs the last matched block computed again, this group's part of it.
+    """
+
+    any_shorter_prefix_serves: ClassVar[bool] = False
+    _table_class: ClassVar[type[BlockTable]] = BlockTable
+
+    def __init__(
+        self,
+        group_id: int,
+        geometry: GroupGeometry,
+        pool: BlockPool,
+        observers: ObserverSet,
+        *,
+        num_hashes_per_block: int = 1,
+        use_eagle: bool = False,
+    ) -> None:
         self.group_id = group_id
         self.geometry = geometry
         self.num_tokens_per_block = geometry.num_tokens_per_block
-        self.tables: dict[str, BlockTable] = {}
+        self.num_hashes_per_block = num_hashes_per_block
+        self.num_dropped_blocks = int(use_eagle)
+        self.tables: dict[str, Any] = {}
         self._pool = pool
         self._observers = observers
         # An ordered set: nobody may ever ask (vLLM does so for some models only), and it must not grow for ever.
@@ -50,19 +80,66 @@ class AttentionGroup(ABC):
 
     # What differs between attention types
 
+    @classmethod
     @abstractmethod
-    def match(self, block_hashes: Sequence[bytes], max_num_tokens: int) -> list[int]:
-        """Cached blocks that can serve as the request's prefix, at most `max_num_tokens` long. Changes nothing."""
+    def min_num_blocks(cls, geometry: GroupGeometry, num_tokens: int) -> int:
+        """The fewest blocks that a request of `num_tokens` tokens must hold at one time, whatever is cached and however
+        its prompt is cut into steps.
+        """
 
     @abstractmethod
+    def match(self, block_hashes: Sequence[bytes], max_num_blocks: int, num_blocks_per_step: int = 1) -> list[int]:
+        """The longest prefix that this group could serve from the cache. Changes nothing.
+
+        Args:
+            block_hashes: the request's, each for one block of this group.
+            max_num_blocks: not longer than this, what is dropped for a drafter not counted.
+            num_blocks_per_step: its length is a multiple of this many blocks.
+
+        Returns:
+            Block ids by position, the null block where no later token looks. `num_dropped_blocks` further blocks are
+            cached, too.
+        """
+
+    def num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        """Leading tokens that no token after the first `num_computed_tokens` looks at."""
+        return 0
+
     def num_common_prefix_blocks(self, request_id: str) -> int:
-        """Leading blocks of this request that every request with a table holds too."""
+        """Leading blocks of this request that every request with a table holds too. 0 where the kernels do not share
+        them.
+        """
+        return 0
 
-    # A class that overrides nothing is right for attention that looks at all earlier tokens.
-    def release_skipped(self, request_id: str, num_computed_tokens: int) -> None:  # noqa: B027
-        """Free the blocks that no later token of this request looks at."""
+    def quiet_limit_of_window(self, table: BlockTable) -> int:
+        """The most tokens that a request can grow to before `release_skipped` has something to free."""
+        return NO_LIMIT
 
-    # Planning and committing
+    def new_step_starts(self) -> None:  # noqa: B027  # most groups have nothing to do
+        """The scheduler begins a step."""
+
+    # Planning
+
+    def check_admission(self, request_id: str, hit_block_ids: Sequence[int], *, is_admission: bool) -> None:
+        """See that the request can have these hits. Changes nothing.
+
+        Raises:
+            CallError: hits or external tokens for a request that cannot have them any more, or ids outside the pool.
+        """
+        self._pool.check_block_ids(hit_block_ids)
+        table = self.tables.get(request_id)
+        if table is None:
+            return
+        num_held_blocks = len(table.block_ids)
+        if hit_block_ids and num_held_blocks:
+            raise CallError(
+                f"request {request_id!r}: expected no prefix hits for a request with blocks, found {len(hit_block_ids)}"
+            )
+        if is_admission and num_held_blocks and not table.is_admitted:
+            raise CallError(
+                f"request {request_id!r}: a lookup's answer and external tokens come before its first block; "
+                f"it has {num_held_blocks}"
+            )
 
     def plan(
         self, request_id: str, demand: SlotDemand, hit_block_ids: Sequence[int], *, is_admission: bool
@@ -74,52 +151,75 @@ class AttentionGroup(ABC):
             demand: its tokens.
             hit_block_ids: what its lookup found in this group.
             is_admission: the call brings a lookup's answer (hits or none) or external tokens.
-
-        Raises:
-            CallError: hits or external tokens for a request that cannot have them any more, or ids outside the pool.
         """
-        self._pool.check_block_ids(hit_block_ids)
         table = self.tables.get(request_id)
-        num_held_blocks = len(table.block_ids) if table is not None else 0
-        is_admitted = table is not None and table.is_admitted
-        if hit_block_ids and num_held_blocks:
-            raise CallError(
-                f"request {request_id!r}: expected no prefix hits for a request with blocks, found {len(hit_block_ids)}"
-            )
-        if is_admission and num_held_blocks and not is_admitted:
-            raise CallError(
-                f"request {request_id!r}: a lookup's answer and external tokens come before its first block; "
-                f"it has {num_held_blocks}"
-            )
-        num_external_blocks = 0
-        if demand.num_external_tokens and not is_admitted:
-            num_external_blocks = self._num_blocks(demand.num_present_tokens) - len(hit_block_ids)
-        num_missing_blocks = self._num_blocks(demand.num_slot_tokens) - len(hit_block_ids) - num_held_blocks
+        num_covered_blocks = len(table.block_ids) if table is not None else 0
+        admission = GroupPlan()
+        if is_admission and not (table is not None and table.is_admitted):
+            admission, num_covered_blocks = self._plan_admission(demand, hit_block_ids)
+        num_new_blocks = self._num_blocks(self._num_slot_tokens(demand)) - num_covered_blocks
         return GroupPlan(
-            hit_block_ids=list(hit_block_ids),
-            num_free_hit_blocks=self._pool.num_free_among(hit_block_ids),
-            num_external_blocks=num_external_blocks,
-            num_new_blocks=max(num_missing_blocks - num_external_blocks, 0),
+            num_null_blocks=admission.num_null_blocks,
+            hit_block_ids=admission.hit_block_ids,
+            num_free_hit_blocks=admission.num_free_hit_blocks,
+            num_external_blocks=admission.num_external_blocks,
+            num_new_blocks=max(num_new_blocks, 0),
         )
 
-    def admit(self, request_id: str, plan: GroupPlan) -> None:
-        """Give the request its hits. Comes before anything new is taken, for all groups: nobody may be handed what
-        another hit.
+    def _plan_admission(self, demand: SlotDemand, hit_block_ids: Sequence[int]) -> tuple[GroupPlan, int]:
+        """The first part of a new request's table: what is skipped, then hits, then blocks for external tokens; and how
+        many positions that is.
         """
-        self._pool.acquire(plan.hit_block_ids)
+        num_present_tokens = demand.num_present_tokens
+        num_skipped_tokens = max(self.num_skipped_tokens(num_present_tokens), 0)
+        num_null_blocks = num_skipped_tokens // self.num_tokens_per_block
+        kept_block_ids = tuple(hit_block_ids[num_null_blocks:])
+        num_covered_blocks = num_null_blocks + len(kept_block_ids)
+        num_external_blocks = 0
+        if min(demand.num_external_tokens, num_present_tokens - num_skipped_tokens) > 0:
+            num_external_blocks = max(self._num_blocks(num_present_tokens) - num_covered_blocks, 0)
+        plan = GroupPlan(
+            num_null_blocks=num_null_blocks,
+            hit_block_ids=kept_block_ids,
+            num_free_hit_blocks=self._pool.num_free_among(kept_block_ids),
+            num_external_blocks=num_external_blocks,
+        )
+        return plan, num_covered_blocks + num_external_blocks
+
+    def _num_slot_tokens(self, demand: SlotDemand) -> int:
+        """Tokens that need a slot in this group."""
+        return demand.num_slot_tokens
+
+    # Committing: the coordinator takes each of these steps for all groups before the next one
+
+    def admit(self, request_id: str, plan: GroupPlan) -> None:
+        """Give the request its hits."""
         table = self._table(request_id)
         if not table.is_admitted:
+            self._pool.acquire(plan.hit_block_ids)
+            table.block_ids += [NULL_BLOCK_ID] * plan.num_null_blocks
             table.block_ids += plan.hit_block_ids
+            table.num_leading_nulls = plan.num_null_blocks
             table.num_cached_blocks = len(table.block_ids)
             table.is_admitted = True
 
-    def extend(self, request_id: str, plan: GroupPlan) -> list[int]:
-        """Give the request its new blocks. Answers those for tokens of this step, without those for external tokens."""
-        block_ids = self._pool.take(plan.num_external_blocks + plan.num_new_blocks)
-        self._table(request_id).block_ids += block_ids
+    def take_external(self, request_id: str, plan: GroupPlan) -> None:
+        """Give the request blocks for its external tokens."""
+        if plan.num_external_blocks:
+            self._take(self._table(request_id), plan.num_external_blocks)
+
+    def take_new(self, request_id: str, plan: GroupPlan) -> list[int]:
+        """Give the request the other new blocks, and answer them: the table's new positions."""
+        return self._take(self._table(request_id), plan.num_new_blocks)
+
+    def _take(self, table: BlockTable, num_blocks: int) -> list[int]:
+        block_ids = self._pool.take(num_blocks)
+        table.block_ids += block_ids
         if self.geometry.reports_new_blocks:
             self._unreported_block_ids.update(dict.fromkeys(block_ids))
-        return block_ids[plan.num_external_blocks :] if plan.num_external_blocks else block_ids
+        return block_ids
+
+    # Caching
 
     def check_block_hashes(self, request: Any, num_tokens: int) -> None:
         """See that the request's first `num_tokens` tokens could be cached.
@@ -127,14 +227,16 @@ class AttentionGroup(ABC):
         Raises:
             CallError: the request has fewer block hashes than full blocks.
         """
-        num_full_blocks = num_tokens // self.num_tokens_per_block
-        if len(request.block_hashes) < num_full_blocks:
+        num_hashes = num_tokens // self.num_tokens_per_block * self.num_hashes_per_block
+        if len(request.block_hashes) < num_hashes:
             raise CallError(
-                f"request {request.request_id!r}: expected {num_full_blocks} block hashes for {num_tokens} tokens, "
+                f"request {request.request_id!r}: expected {num_hashes} block hashes for {num_tokens} tokens, "
                 f"found {len(request.block_hashes)}"
             )
 
-    # A request's life
+    def hashes_of(self, block_hashes: Sequence[bytes]) -> Sequence[bytes]:
+        """A request's block hashes, each for one block of this group."""
+        return block_hashes if self.num_hashes_per_block == 1 else HashRow(block_hashes, self.num_hashes_per_block)
 
     def cache_full_blocks(self, request: Any, num_tokens: int) -> None:
         """Put the request's blocks into the prefix cache that are full with its first `num_tokens` tokens.
@@ -150,19 +252,73 @@ class AttentionGroup(ABC):
         first_block = table.num_cached_blocks
         if end_block <= first_block:
             return
-        block_ids = table.block_ids[first_block:end_block]
-        self._pool.cache(self.group_id, block_ids, request.block_hashes[first_block : first_block + len(block_ids)])
         table.num_cached_blocks = end_block
         table.is_admitted = True
+        if table.first_unpublished is not None:
+            end_block = min(end_block, table.first_unpublished)
+        if first_block < end_block:
+            self._publish(request, table.block_ids, first_block, end_block)
+
+    def _publish(self, request: Any, row: list[int], first_block: int, end_block: int) -> Sequence[bytes]:
+        """Make blocks findable, and tell; answers their hashes."""
+        block_ids = row[first_block:end_block]
+        all_hashes = self.hashes_of(request.block_hashes)
+        block_hashes = all_hashes[first_block : first_block + len(block_ids)]
+        self._pool.cache(self.group_id, block_ids, block_hashes)
         for notify in self._observers.on_cache:
-            notify(request, self.group_id, self.num_tokens_per_block, table.block_ids, first_block, end_block)
+            notify(request, self.group_id, self.num_tokens_per_block, row, all_hashes, first_block, end_block)
+        return block_hashes
+
+    def stop_publishing(self, request_id: str, first_bad_token: int) -> None:
+        """A load into the block of this token failed: neither it nor anything after it goes into the prefix cache any
+        more, and what is there already leaves it.
+        """
+        table = self.tables.get(request_id)
+        if table is None:
+            return
+        position = first_bad_token // self.num_tokens_per_block
+        if table.first_unpublished is None or position < table.first_unpublished:
+            table.first_unpublished = position
+            self._pool.forget(table.block_ids[position : table.num_cached_blocks])
+
+    # A request's life
+
+    def release_skipped(self, request_id: str, num_computed_tokens: int, num_confirmed_tokens: int) -> None:
+        """Free the blocks that no later token of this request looks at, the last of them first.
+
+        Args:
+            request_id: the request; an unknown one has nothing to free.
+            num_computed_tokens: its computed tokens, drafts that may yet be rejected included.
+            num_confirmed_tokens: those of them that stay, whatever is rejected.
+        """
+        table = self.tables.get(request_id)
+        if table is not None:
+            self._release_leading(table, self.num_skipped_tokens(min(num_computed_tokens, num_confirmed_tokens)))
+
+    def _release_leading(self, table: BlockTable, num_skipped_tokens: int) -> None:
+        block_ids = table.block_ids
+        num_skipped_blocks = min(num_skipped_tokens // self.num_tokens_per_block, len(block_ids))
+        position = num_skipped_blocks
+        # Nulls before a null were made by an earlier call.
+        while position > 0 and block_ids[position - 1] != NULL_BLOCK_ID:
+            position -= 1
+        if position < num_skipped_blocks:
+            released = block_ids[position:num_skipped_blocks][::-1]
+            block_ids[position:num_skipped_blocks] = [NULL_BLOCK_ID] * len(released)
+            self._pool.release(released)
 
     def free(self, request_id: str) -> None:
         """Give back all blocks of a request, the last first, so that the head of a prefix lives longest."""
         table = self.tables.get(request_id)
-        if table is not None:
-            self._pool.release(table.block_ids[::-1])
-            del self.tables[request_id]
+        if table is None:
+            return
+        block_ids = table.block_ids
+        if table.first_unpublished is None:
+            self._pool.release(block_ids[::-1])
+        else:
+            self._pool.release(block_ids[table.first_unpublished :][::-1], is_worthless=True)
+            self._pool.release(block_ids[: table.first_unpublished][::-1])
+        del self.tables[request_id]
 
     def block_ids(self, request_id: str) -> list[int]:
         """The request's table row, not a copy; empty for an unknown request."""
@@ -170,23 +326,37 @@ class AttentionGroup(ABC):
         return table.block_ids if table is not None else []
 
     def quiet_limit_tokens(self, request_id: str, *, caches: bool) -> int:
-        """The most tokens that this request can grow to without a new block and, if it caches, without one to cache."""
-        table = self.tables[request_id]
-        num_tokens_per_block = self.num_tokens_per_block
-        capacity_tokens = len(table.block_ids) * num_tokens_per_block
+        """The most tokens that this request can grow to without anything to do here: no new block, none to release and,
+        if it caches, none to cache.
+        """
+        table = self.tables.get(request_id)
+        if table is None:
+            return 0
+        limit = min(self._capacity_tokens(table), self.quiet_limit_of_window(table))
         if not caches:
-            return capacity_tokens
-        return min(capacity_tokens, (table.num_cached_blocks + 1) * num_tokens_per_block - 1)
+            return limit
+        return min(limit, (table.num_cached_blocks + 1) * self.num_tokens_per_block - 1)
+
+    def _capacity_tokens(self, table: BlockTable) -> int:
+        return len(table.block_ids) * self.num_tokens_per_block
+
+    def _first_held_position(self, table: BlockTable) -> int:
+        """The first position that is no null block (the table's length if none is)."""
+        position, block_ids = table.num_leading_nulls, table.block_ids
+        while position < len(block_ids) and block_ids[position] == NULL_BLOCK_ID:
+            position += 1
+        table.num_leading_nulls = position
+        return position
 
     def take_unreported_block_ids(self) -> list[int]:
         """Ids handed out since the last call, each once, in the order of their first handing out."""
         block_ids, self._unreported_block_ids = self._unreported_block_ids, {}
         return list(block_ids)
 
-    def _table(self, request_id: str) -> BlockTable:
+    def _table(self, request_id: str) -> Any:
         table = self.tables.get(request_id)
         if table is None:
-            table = self.tables[request_id] = BlockTable()
+            table = self.tables[request_id] = self._table_class()
         return table
 
     def _num_blocks(self, num_tokens: int) -> int:

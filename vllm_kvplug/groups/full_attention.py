@@ -1,19 +1,29 @@
-"""Full attention and MLA: every token looks at all earlier ones, so a request keeps all its blocks and any cached
-prefix serves.
+"""Full attention, MLA and attention with sinks: every token looks at all earlier ones, so a request keeps all its
+blocks and any cached prefix serves. (The sinks' own blocks are the pool's business: they are reserved.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from vllm_kvplug.geometry import GroupGeometry, num_blocks_for
 from vllm_kvplug.groups.base import AttentionGroup
 
 
 class FullAttentionGroup(AttentionGroup):
     """See the module."""
 
-    def match(self, block_hashes: Sequence[bytes], max_num_tokens: int) -> list[int]:
-        return self._pool.match(self.group_id, block_hashes, max_num_tokens // self.num_tokens_per_block)
+    any_shorter_prefix_serves = True
+
+    @classmethod
+    def min_num_blocks(cls, geometry: GroupGeometry, num_tokens: int) -> int:
+        return num_blocks_for(num_tokens, geometry.num_tokens_per_block)
+
+    def match(self, block_hashes: Sequence[bytes], max_num_blocks: int, num_blocks_per_step: int = 1) -> list[int]:
+        block_ids = self._pool.match(self.group_id, block_hashes, max_num_blocks + self.num_dropped_blocks)
+        num_blocks = max(len(block_ids) - self.num_dropped_blocks, 0)
+        del block_ids[num_blocks - num_blocks % num_blocks_per_step :]
+        return block_ids
 
     def num_common_prefix_blocks(self, request_id: str) -> int:
         # An unknown request gets an empty table and is counted from then on, as in 0.17.1.

@@ -7,55 +7,22 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_events import KVCacheEvent
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, MLAAttentionSpec
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.stats import PrefixCacheStats
 
 import vllm_kvplug
-from vllm_kvplug.errors import CallError, UnsupportedError
-from vllm_kvplug.geometry import AttentionKind, CacheGeometry, GroupGeometry
 from vllm_kvplug.manager import CacheManager
 from vllm_kvplug.observers import Observer
 from vllm_kvplug.settings import Settings
+from vllm_kvplug.vllm_glue.geometry import geometry_of
+from vllm_kvplug.vllm_glue.hashing import get_request_block_hasher
 from vllm_kvplug.vllm_glue.log import logger
-from vllm_kvplug.vllm_glue.observers import EventObserver, StatsObserver
+from vllm_kvplug.vllm_glue.observers import EventObserver, ResidencyObserver, StatsObserver
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
 
     from vllm_kvplug.vllm_glue.upstream_views import BlockPool, KVCacheCoordinator
-
-# Exact types: a subclass that we do not know may want something else of its blocks.
-_KINDS: dict[type[KVCacheSpec], AttentionKind] = {
-    FullAttentionSpec: AttentionKind.FULL,
-    MLAAttentionSpec: AttentionKind.MLA,
-}
-
-_INSTEAD = "works instead: --disable-hybrid-kv-cache-manager where the model allows it, or --kv-cache-manager upstream"
-
-
-def geometry_of(kv_cache_config: KVCacheConfig, max_model_len: int) -> CacheGeometry:
-    """The core's geometry for vLLM's cache configuration.
-
-    Raises:
-        UnsupportedError: a group of a type that kvplug does not serve, or several groups.
-    """
-    num_groups = len(kv_cache_config.kv_cache_groups)
-    if num_groups != 1:
-        raise UnsupportedError(
-            f"kvplug does not support {num_groups} KV cache groups yet, only one of full attention or MLA; {_INSTEAD}"
-        )
-    groups = []
-    for group in kv_cache_config.kv_cache_groups:
-        spec = group.kv_cache_spec
-        kind = _KINDS.get(type(spec))
-        if kind is None:
-            raise UnsupportedError(
-                f"kvplug does not support KV cache groups of {type(spec).__name__} yet "
-                f"(layers {', '.join(group.layer_names[:2])}, ...), only "
-                f"{', '.join(known.__name__ for known in _KINDS)}; {_INSTEAD}"
-            )
-        groups.append(GroupGeometry(kind, spec.block_size, reports_new_blocks=kind is AttentionKind.FULL))
-    return CacheGeometry(kv_cache_config.num_blocks, max_model_len, tuple(groups))
 
 
 class KVCacheManager(CacheManager):
@@ -76,9 +43,12 @@ class KVCacheManager(CacheManager):
 
     Raises:
         SettingsError: an unknown or ill-typed setting.
-        UnsupportedError: groups or features that kvplug does not serve.
+        UnsupportedError: groups that cannot be combined as asked for, see `geometry_of`.
         CallError: sizes that do not fit each other.
     """
+
+    # What the engine hashes requests with while this class is its manager.
+    block_hasher = staticmethod(get_request_block_hasher)
 
     def __init__(
         self,
@@ -94,19 +64,23 @@ class KVCacheManager(CacheManager):
         metrics_collector: KVCacheMetricsCollector | None = None,
         settings: Settings | Mapping[str, Any] | None = None,
     ) -> None:
-        _refuse_unsupported(dcp_world_size, pcp_world_size, metrics_collector)
-        geometry = geometry_of(kv_cache_config, max_model_len)
-        if enable_caching and hash_block_size != geometry.groups[0].num_tokens_per_block:
-            raise CallError(
-                f"hash_block_size: expected the block size of the only KV cache group, "
-                f"{geometry.groups[0].num_tokens_per_block} tokens, found {hash_block_size}"
-            )
+        geometry = geometry_of(
+            kv_cache_config,
+            max_model_len,
+            hash_block_size=hash_block_size,
+            enable_caching=enable_caching,
+            context_parallel_size=dcp_world_size * pcp_world_size,
+        )
         self.kv_cache_config = kv_cache_config
         self.log_stats = log_stats
         self.enable_kv_cache_events = enable_kv_cache_events
         self._stats = StatsObserver() if log_stats else None
-        self._events = EventObserver() if enable_kv_cache_events else None
+        self._events = EventObserver(hash_block_size) if enable_kv_cache_events else None
+        self.metrics_collector = metrics_collector
+        self.hash_block_size = hash_block_size
         observers: list[Observer] = [observer for observer in (self._stats, self._events) if observer is not None]
+        if metrics_collector is not None:
+            observers.append(ResidencyObserver(metrics_collector, enable_caching=enable_caching))
         super().__init__(
             geometry,
             Settings.parse(settings),
@@ -165,19 +139,3 @@ class KVCacheManager(CacheManager):
             "block_size": ",".join(str(group.num_tokens_per_block) for group in groups),
             "prefix_caching": "on" if self.enable_caching else "off",
         }
-
-
-def _refuse_unsupported(
-    dcp_world_size: int, pcp_world_size: int, metrics_collector: KVCacheMetricsCollector | None
-) -> None:
-    for name, world_size in (("decode", dcp_world_size), ("prefill", pcp_world_size)):
-        if world_size != 1:
-            raise UnsupportedError(
-                f"kvplug does not support {name} context parallel yet (world size {world_size}); "
-                "works instead: world size 1, or --kv-cache-manager upstream"
-            )
-    if metrics_collector is not None:
-        raise UnsupportedError(
-            "kvplug does not support --kv-cache-metrics yet; "
-            "works instead: leaving it out, or --kv-cache-manager upstream"
-        )

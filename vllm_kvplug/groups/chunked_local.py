@@ -1,0 +1,46 @@
+"""Chunked local attention: a token looks at itself and the earlier tokens of its own chunk of `chunk_tokens`.
+
+A prefix can be hit if the blocks from the start of its next token's chunk on are cached; at a chunk's start nothing
+need be. A request gives back the blocks of the chunks behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vllm_kvplug.block_pool import NULL_BLOCK_ID
+from vllm_kvplug.geometry import GroupGeometry, num_blocks_for
+from vllm_kvplug.groups.base import AttentionGroup, BlockTable
+
+
+class ChunkedLocalGroup(AttentionGroup):
+    """See the module."""
+
+    @classmethod
+    def min_num_blocks(cls, geometry: GroupGeometry, num_tokens: int) -> int:
+        chunk_start = max(num_tokens - 1, 0) // geometry.chunk_tokens * geometry.chunk_tokens
+        return num_blocks_for(num_tokens, geometry.num_tokens_per_block) - chunk_start // geometry.num_tokens_per_block
+
+    def match(self, block_hashes: Sequence[bytes], max_num_blocks: int, num_blocks_per_step: int = 1) -> list[int]:
+        get = self._pool.indexes[self.group_id].get
+        num_hit_blocks = max_num_blocks - max_num_blocks % num_blocks_per_step
+        while num_hit_blocks > 0:
+            first = self.num_skipped_tokens(num_hit_blocks * self.num_tokens_per_block) // self.num_tokens_per_block
+            row: list[int] = []
+            for position in range(first, num_hit_blocks):
+                block_id = get(block_hashes[position])
+                if block_id is None:
+                    break
+                row.append(block_id)
+            if first + len(row) == num_hit_blocks:
+                return [NULL_BLOCK_ID] * first + row
+            num_hit_blocks = first + len(row)
+            num_hit_blocks -= num_hit_blocks % num_blocks_per_step
+        return []
+
+    def num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        return num_computed_tokens // self.geometry.chunk_tokens * self.geometry.chunk_tokens
+
+    def quiet_limit_of_window(self, table: BlockTable) -> int:
+        next_release = (self._first_held_position(table) + 1) * self.num_tokens_per_block
+        return num_blocks_for(next_release, self.geometry.chunk_tokens) * self.geometry.chunk_tokens

@@ -1,0 +1,42 @@
+"""Cross-attention: the decoder looks at the encoder's tokens, whose keys and values are there from the first step on.
+
+They belong to one request alone, so there is nothing to hit, to cache or to release early.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm_kvplug.allocation import GroupPlan, SlotDemand
+from vllm_kvplug.geometry import GroupGeometry
+from vllm_kvplug.groups.base import NO_LIMIT, AttentionGroup
+
+
+class CrossAttentionGroup(AttentionGroup):
+    """See the module."""
+
+    @classmethod
+    def min_num_blocks(cls, geometry: GroupGeometry, num_tokens: int) -> int:
+        return 0  # the decoder's tokens take none
+
+    def match(self, block_hashes: Sequence[bytes], max_num_blocks: int, num_blocks_per_step: int = 1) -> list[int]:
+        return []
+
+    def plan(
+        self, request_id: str, demand: SlotDemand, hit_block_ids: Sequence[int], *, is_admission: bool
+    ) -> GroupPlan:
+        num_held_blocks = len(self.block_ids(request_id))
+        return GroupPlan(num_new_blocks=max(self._num_blocks(demand.num_encoder_tokens) - num_held_blocks, 0))
+
+    def admit(self, request_id: str, plan: GroupPlan) -> None:
+        """Nothing: there are no hits."""
+
+    def check_block_hashes(self, request: Any, num_tokens: int) -> None:
+        """Nothing: nothing is cached."""
+
+    def cache_full_blocks(self, request: Any, num_tokens: int) -> None:
+        """Nothing: nothing is cached."""
+
+    def quiet_limit_tokens(self, request_id: str, *, caches: bool) -> int:
+        return NO_LIMIT

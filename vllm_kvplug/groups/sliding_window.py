@@ -1,0 +1,68 @@
+"""Sliding window attention: a token looks at itself and the `window_tokens` - 1 tokens before it.
+
+A prefix can be hit if the blocks are cached that its next token looks at; what lies before them does not matter. A
+request gives back the blocks that its window has left behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from vllm_kvplug.block_pool import NULL_BLOCK_ID
+from vllm_kvplug.geometry import GroupGeometry, num_blocks_for
+from vllm_kvplug.groups.base import AttentionGroup, BlockTable
+
+
+class SlidingWindowGroup(AttentionGroup):
+    """See the module."""
+
+    def __init__(self, group_id: int, geometry: GroupGeometry, *args: Any, **kwargs: Any) -> None:
+        super().__init__(group_id, geometry, *args, **kwargs)
+        self._window_tokens = geometry.window_tokens
+        # A run of this many cached blocks serves, the one that is dropped for a drafter included. The token itself is
+        # in its window, so the blocks hold one token less. 0.17.1 wants one cached block even for a window of 1 token.
+        num_window_blocks = self._num_blocks(geometry.window_tokens - 1)
+        self._num_run_blocks = max(num_window_blocks + self.num_dropped_blocks, 1)
+
+    @classmethod
+    def min_num_blocks(cls, geometry: GroupGeometry, num_tokens: int) -> int:
+        num_skipped_blocks = max(num_tokens - geometry.window_tokens, 0) // geometry.num_tokens_per_block
+        return num_blocks_for(num_tokens, geometry.num_tokens_per_block) - num_skipped_blocks
+
+    def match(self, block_hashes: Sequence[bytes], max_num_blocks: int, num_blocks_per_step: int = 1) -> list[int]:
+        num_dropped_blocks = self.num_dropped_blocks
+        get = self._pool.indexes[self.group_id].get
+        run: list[int] = []  # the run under test, its last block first; block `first` is its first
+        num_hit_blocks = max_num_blocks - max_num_blocks % num_blocks_per_step
+        while num_hit_blocks > 0:
+            end = num_hit_blocks + num_dropped_blocks
+            first = max(end - self._num_run_blocks, 0)
+            run = self._cached_run(get, block_hashes, first, end)
+            if len(run) == end - first:
+                row = [NULL_BLOCK_ID] * first + run[::-1]
+                del row[num_hit_blocks:]
+                return row
+            # Block `missing` is not cached: no run that contains it serves.
+            missing = end - len(run) - 1
+            num_hit_blocks = missing - num_dropped_blocks
+            num_hit_blocks -= num_hit_blocks % num_blocks_per_step
+        return []
+
+    @staticmethod
+    def _cached_run(get: Any, block_hashes: Sequence[bytes], first: int, end: int) -> list[int]:
+        """The cached blocks from position `end` - 1 down to `first`, as far as they are cached without a gap."""
+        run: list[int] = []
+        for position in range(end - 1, first - 1, -1):
+            block_id = get(block_hashes[position])
+            if block_id is None:
+                break
+            run.append(block_id)
+        return run
+
+    def num_skipped_tokens(self, num_computed_tokens: int) -> int:
+        return max(num_computed_tokens - self._window_tokens + 1, 0)
+
+    def quiet_limit_of_window(self, table: BlockTable) -> int:
+        next_release = (self._first_held_position(table) + 1) * self.num_tokens_per_block
+        return next_release + self._window_tokens - 2

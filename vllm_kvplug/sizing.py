@@ -1,0 +1,82 @@
+"""Whether a request can ever fit the pool: arithmetic on a `CacheGeometry`, with no pool, no request and no vLLM.
+
+The engine's manager asks it, and so does a server's front end, which has of the engine only its geometry, as JSON.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+from pydantic import TypeAdapter
+
+from vllm_kvplug.geometry import CacheGeometry
+from vllm_kvplug.groups import group_class
+
+
+@dataclass(frozen=True)
+class NeverFits:
+    """A request that an empty pool could not serve.
+
+    Attributes:
+        num_needed_blocks: the fewest blocks, of all groups together, that it must hold at one time.
+        num_usable_blocks: blocks of the pool that requests can hold.
+    """
+
+    num_needed_blocks: int
+    num_usable_blocks: int
+
+
+def num_usable_blocks(geometry: CacheGeometry) -> int:
+    """Blocks that requests can hold: all but the null block and those of the sinks."""
+    return geometry.num_blocks - 1 - sum(group.num_sink_blocks for group in geometry.groups)
+
+
+def num_needed_blocks(geometry: CacheGeometry, num_tokens: int) -> int:
+    """The fewest blocks, of all groups together, that a request must hold once `num_tokens` tokens are computed."""
+    return sum(group_class(group).min_num_blocks(group, num_tokens) for group in geometry.groups)
+
+
+def never_fits(geometry: CacheGeometry, num_tokens: int) -> NeverFits | None:
+    """The two numbers where `num_tokens` tokens do not fit even an empty pool; None where they do."""
+    num_needed, num_usable = num_needed_blocks(geometry, num_tokens), num_usable_blocks(geometry)
+    return NeverFits(num_needed, num_usable) if num_needed > num_usable else None
+
+
+def peak_blocks(geometry: CacheGeometry, num_tokens: int) -> int:
+    """The fewest blocks that a request must hold at some time while it grows, token by token, to `num_tokens`."""
+    return max((num_needed_blocks(geometry, length) for length in _peak_lengths(geometry, num_tokens)), default=0)
+
+
+@functools.lru_cache(maxsize=8)
+def max_fitting_tokens(geometry: CacheGeometry) -> int:
+    """The most tokens, up to `max_model_len`, to which a request can grow, token by token, in an empty pool."""
+    num_usable = num_usable_blocks(geometry)
+    lengths = _peak_lengths(geometry, geometry.max_model_len)
+    too_long = next((length for length in lengths if num_needed_blocks(geometry, length) > num_usable), None)
+    return geometry.max_model_len if too_long is None else too_long - 1
+
+
+def _peak_lengths(geometry: CacheGeometry, num_tokens: int) -> range:
+    """The lengths, in tokens, at which the need can rise: a block's first token. Windows let it fall in between."""
+    return range(
+        1, num_tokens + 1, math.gcd(*(group.num_tokens_per_block for group in geometry.groups)) or max(num_tokens, 1)
+    )
+
+
+_geometries = TypeAdapter(CacheGeometry)
+
+
+def geometry_to_json(geometry: CacheGeometry) -> str:
+    """The geometry as another process can read it."""
+    return _geometries.dump_json(geometry).decode()
+
+
+def geometry_from_json(text: str) -> CacheGeometry:
+    """What `geometry_to_json` wrote.
+
+    Raises:
+        ValueError: a text that is no geometry.
+    """
+    return _geometries.validate_json(text)
