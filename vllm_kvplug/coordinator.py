@@ -13,7 +13,7 @@ from typing import Any
 from vllm_kvplug.allocation import AllocationPlan, SlotDemand
 from vllm_kvplug.block_pool import NULL_BLOCK_ID, BlockPool
 from vllm_kvplug.errors import UnsupportedError
-from vllm_kvplug.geometry import AttentionKind, CacheGeometry
+from vllm_kvplug.geometry import FULL_KINDS, AttentionKind, CacheGeometry
 from vllm_kvplug.groups import AttentionGroup, group_class
 from vllm_kvplug.groups.base import NO_LIMIT
 from vllm_kvplug.observers import ObserverSet
@@ -39,6 +39,7 @@ class Coordinator:
                 "which chunk the dropped block is in)"
             )
         num_tokens_per_hash = geometry.num_tokens_per_hash
+        num_blocks_beyond_hit = _num_blocks_beyond_hit(geometry) if use_eagle else {}
         self.groups: tuple[AttentionGroup, ...] = tuple(
             group_class(group)(
                 group_id,
@@ -46,7 +47,7 @@ class Coordinator:
                 pool,
                 observers,
                 num_hashes_per_block=group.num_tokens_per_block // num_tokens_per_hash if num_tokens_per_hash else 1,
-                use_eagle=use_eagle,
+                num_blocks_beyond_hit=num_blocks_beyond_hit.get(group.kind, 0),
             )
             for group_id, group in enumerate(geometry.groups)
         )
@@ -61,14 +62,7 @@ class Coordinator:
         A fixed point: each group in turn accepts the others' length or shortens it, until all agree.
         """
         step_tokens = self._num_tokens_per_hit_step
-        num_hit_tokens = min(
-            (
-                max(max_num_tokens // group.num_tokens_per_block - group.num_dropped_blocks, 0)
-                * group.num_tokens_per_block
-                for group in self.groups
-            ),
-            default=0,
-        )
+        num_hit_tokens = min((self._max_hit_tokens(group, max_num_tokens) for group in self.groups), default=0)
         num_hit_tokens -= num_hit_tokens % step_tokens
         rows: dict[int, list[int]] = {}
         agreed = False
@@ -88,6 +82,12 @@ class Coordinator:
                         num_hit_tokens = len(row) * group.num_tokens_per_block
                         agreed = False
         return tuple(rows[group.group_id] for group in self.groups), num_hit_tokens
+
+    @staticmethod
+    def _max_hit_tokens(group: AttentionGroup, max_num_tokens: int) -> int:
+        """Whole blocks of the group within `max_num_tokens`, less the one that a drafter needs computed again."""
+        num_blocks = max_num_tokens // group.num_tokens_per_block - (group.num_blocks_beyond_hit > 0)
+        return max(num_blocks, 0) * group.num_tokens_per_block
 
     def check_admission(self, request_id: str, hit_block_ids: Sequence[Sequence[int]], *, is_admission: bool) -> None:
         """See that the request can have these hits, in every group. Changes nothing."""
@@ -179,5 +179,19 @@ class Coordinator:
         )
 
     def take_unreported_block_ids(self) -> list[int]:
-        """New block ids of all groups since the last call."""
-        return [block_id for group in self.groups for block_id in group.take_unreported_block_ids()]
+        """New block ids of all groups since the last call, each once."""
+        taken = (block_id for group in self.groups for block_id in group.take_unreported_block_ids())
+        return list(dict.fromkeys(taken))
+
+
+def _num_blocks_beyond_hit(geometry: CacheGeometry) -> dict[AttentionKind, int]:
+    """By kind, how many blocks after the hit must be cached where a drafter needs what was matched last computed again.
+
+    Each attention group drops one block that it has matched; Mamba layers are in no drafter. Beside a sliding window,
+    full attention has matched one block more, since 0.17.1 lets windows drop theirs from what full attention has left.
+    """
+    kinds = {group.kind for group in geometry.groups}
+    has_window = AttentionKind.SLIDING_WINDOW in kinds
+    beyond = dict.fromkeys(FULL_KINDS, 2 if has_window else 1)
+    beyond[AttentionKind.SLIDING_WINDOW] = 1
+    return beyond

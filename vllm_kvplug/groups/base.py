@@ -51,7 +51,8 @@ class AttentionGroup(ABC):
 
     Attributes:
         any_shorter_prefix_serves: if a prefix can be hit, every shorter one can, too.
-        num_dropped_blocks: where a drafter needs the last matched block computed again, this group's part of it.
+        num_blocks_beyond_hit: so many blocks after the hit must be cached, too, since a drafter needs what was matched
+            last computed again.
     """
 
     any_shorter_prefix_serves: ClassVar[bool] = False
@@ -65,13 +66,13 @@ class AttentionGroup(ABC):
         observers: ObserverSet,
         *,
         num_hashes_per_block: int = 1,
-        use_eagle: bool = False,
+        num_blocks_beyond_hit: int = 0,
     ) -> None:
         self.group_id = group_id
         self.geometry = geometry
         self.num_tokens_per_block = geometry.num_tokens_per_block
         self.num_hashes_per_block = num_hashes_per_block
-        self.num_dropped_blocks = int(use_eagle)
+        self.num_blocks_beyond_hit = num_blocks_beyond_hit
         self.tables: dict[str, Any] = {}
         self._pool = pool
         self._observers = observers
@@ -93,12 +94,11 @@ class AttentionGroup(ABC):
 
         Args:
             block_hashes: the request's, each for one block of this group.
-            max_num_blocks: not longer than this, what is dropped for a drafter not counted.
+            max_num_blocks: not longer than this, what must be cached beyond not counted.
             num_blocks_per_step: its length is a multiple of this many blocks.
 
         Returns:
-            Block ids by position, the null block where no later token looks. `num_dropped_blocks` further blocks are
-            cached, too.
+            Block ids by position, the null block where no later token looks.
         """
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
@@ -175,8 +175,11 @@ class AttentionGroup(ABC):
         num_null_blocks = num_skipped_tokens // self.num_tokens_per_block
         kept_block_ids = tuple(hit_block_ids[num_null_blocks:])
         num_covered_blocks = num_null_blocks + len(kept_block_ids)
+        num_external_tokens = demand.num_external_tokens
+        if num_null_blocks:  # external tokens may be skipped, too
+            num_external_tokens = min(num_external_tokens, num_present_tokens - num_skipped_tokens)
         num_external_blocks = 0
-        if min(demand.num_external_tokens, num_present_tokens - num_skipped_tokens) > 0:
+        if num_external_tokens > 0:
             num_external_blocks = max(self._num_blocks(num_present_tokens) - num_covered_blocks, 0)
         plan = GroupPlan(
             num_null_blocks=num_null_blocks,

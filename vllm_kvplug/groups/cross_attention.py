@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm_kvplug.allocation import GroupPlan, SlotDemand
+from vllm_kvplug.errors import CallError
 from vllm_kvplug.geometry import GroupGeometry
 from vllm_kvplug.groups.base import NO_LIMIT, AttentionGroup
 
@@ -22,6 +23,13 @@ class CrossAttentionGroup(AttentionGroup):
 
     def match(self, block_hashes: Sequence[bytes], max_num_blocks: int, num_blocks_per_step: int = 1) -> list[int]:
         return []
+
+    def check_admission(self, request_id: str, hit_block_ids: Sequence[int], *, is_admission: bool) -> None:
+        if hit_block_ids:
+            raise CallError(
+                f"request {request_id!r}: expected no prefix hits in a group of cross-attention, "
+                f"found {len(hit_block_ids)}"
+            )
 
     def plan(
         self, request_id: str, demand: SlotDemand, hit_block_ids: Sequence[int], *, is_admission: bool

@@ -20,8 +20,8 @@ class FullAttentionGroup(AttentionGroup):
         return num_blocks_for(num_tokens, geometry.num_tokens_per_block)
 
     def match(self, block_hashes: Sequence[bytes], max_num_blocks: int, num_blocks_per_step: int = 1) -> list[int]:
-        block_ids = self._pool.match(self.group_id, block_hashes, max_num_blocks + self.num_dropped_blocks)
-        num_blocks = max(len(block_ids) - self.num_dropped_blocks, 0)
+        block_ids = self._pool.match(self.group_id, block_hashes, max_num_blocks + self.num_blocks_beyond_hit)
+        num_blocks = max(len(block_ids) - self.num_blocks_beyond_hit, 0)
         del block_ids[num_blocks - num_blocks % num_blocks_per_step :]
         return block_ids
 

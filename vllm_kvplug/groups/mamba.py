@@ -25,7 +25,6 @@ class MambaGroup(AttentionGroup):
 
     def __init__(self, group_id: int, geometry: GroupGeometry, *args: Any, **kwargs: Any) -> None:
         super().__init__(group_id, geometry, *args, **kwargs)
-        self.num_dropped_blocks = 0  # drafters have no Mamba layers
         self._num_speculative_blocks = geometry.num_speculative_blocks
         self._hashes_cached_this_step: set[bytes] = set()
 

@@ -20,10 +20,10 @@ class SlidingWindowGroup(AttentionGroup):
     def __init__(self, group_id: int, geometry: GroupGeometry, *args: Any, **kwargs: Any) -> None:
         super().__init__(group_id, geometry, *args, **kwargs)
         self._window_tokens = geometry.window_tokens
-        # A run of this many cached blocks serves, the one that is dropped for a drafter included. The token itself is
-        # in its window, so the blocks hold one token less. 0.17.1 wants one cached block even for a window of 1 token.
+        # A run of this many cached blocks serves, those beyond the hit included. The token itself is in its window, so
+        # the blocks hold one token less. 0.17.1 wants one cached block even for a window of 1 token.
         num_window_blocks = self._num_blocks(geometry.window_tokens - 1)
-        self._num_run_blocks = max(num_window_blocks + self.num_dropped_blocks, 1)
+        self._num_run_blocks = max(num_window_blocks + self.num_blocks_beyond_hit, 1)
 
     @classmethod
     def min_num_blocks(cls, geometry: GroupGeometry, num_tokens: int) -> int:
@@ -31,12 +31,11 @@ class SlidingWindowGroup(AttentionGroup):
         return num_blocks_for(num_tokens, geometry.num_tokens_per_block) - num_skipped_blocks
 
     def match(self, block_hashes: Sequence[bytes], max_num_blocks: int, num_blocks_per_step: int = 1) -> list[int]:
-        num_dropped_blocks = self.num_dropped_blocks
         get = self._pool.indexes[self.group_id].get
         run: list[int] = []  # the run under test, its last block first; block `first` is its first
         num_hit_blocks = max_num_blocks - max_num_blocks % num_blocks_per_step
         while num_hit_blocks > 0:
-            end = num_hit_blocks + num_dropped_blocks
+            end = num_hit_blocks + self.num_blocks_beyond_hit
             first = max(end - self._num_run_blocks, 0)
             run = self._cached_run(get, block_hashes, first, end)
             if len(run) == end - first:
@@ -45,7 +44,7 @@ class SlidingWindowGroup(AttentionGroup):
                 return row
             # Block `missing` is not cached: no run that contains it serves.
             missing = end - len(run) - 1
-            num_hit_blocks = missing - num_dropped_blocks
+            num_hit_blocks = missing - self.num_blocks_beyond_hit
             num_hit_blocks -= num_hit_blocks % num_blocks_per_step
         return []
 

@@ -103,7 +103,7 @@ def group_geometry_of(
         details["mamba_mode"] = MambaMode(spec.mamba_cache_mode)
         details["num_speculative_blocks"] = spec.num_speculative_blocks
     elif isinstance(spec, SinkFullAttentionSpec):
-        details["num_sink_blocks"] = _num_sink_blocks(spec)
+        details["num_sink_blocks"] = _num_sink_blocks(spec.sink_len, spec.block_size * context_parallel_size)
     return GroupGeometry(
         kind,
         spec.block_size * context_parallel_size,
@@ -112,9 +112,9 @@ def group_geometry_of(
     )
 
 
-def _num_sink_blocks(spec: SinkFullAttentionSpec) -> int:
-    if not spec.sink_len or spec.sink_len % spec.block_size:
+def _num_sink_blocks(sink_len: int | None, num_tokens_per_block: int) -> int:
+    if not sink_len or sink_len % num_tokens_per_block:
         raise CallError(
-            f"sink_len: expected a positive multiple of the block size, {spec.block_size} tokens, found {spec.sink_len}"
+            f"sink_len: expected a positive multiple of the block size, {num_tokens_per_block} tokens, found {sink_len}"
         )
-    return spec.sink_len // spec.block_size
+    return sink_len // num_tokens_per_block
