@@ -16,8 +16,18 @@ _PUBLIC = {
     "KVCacheBlocks": "vllm_kvplug.block",
     "BlockPool": "vllm_kvplug.vllm_glue.upstream_views",
     "Settings": "vllm_kvplug.settings",
+    "get_request_block_hasher": "vllm_kvplug.vllm_glue.hashing",
 }
-__all__ = ["BlockPool", "KVCacheBlocks", "KVCacheManager", "Settings", "__version__", "install", "register"]
+__all__ = [
+    "BlockPool",
+    "KVCacheBlocks",
+    "KVCacheManager",
+    "Settings",
+    "__version__",
+    "get_request_block_hasher",
+    "install",
+    "register",
+]
 
 
 def register() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -20,6 +20,11 @@ class Settings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     eviction: str = Field(default="lru", description="which free block is reused first: lru, the default")
+    check_invariants: Literal["off", "log", "stop"] = Field(
+        default="off",
+        description="check the manager after its calls, slowly: log counts and logs findings, stop ends the engine",
+    )
+    check_invariants_every: int = Field(default=1, ge=1, description="calls of the manager from one check to the next")
 
     @field_validator("eviction")
     @classmethod

@@ -55,6 +55,31 @@ def make_manager(
     return CacheManager(geometry, Settings(), enable_caching=enable_caching, use_eagle=use_eagle, observers=observers)
 
 
+FULL_GROUP = GroupGeometry(AttentionKind.FULL, 4)
+
+
+def make_hybrid_manager(
+    num_blocks: int = 31,
+    *,
+    groups: Sequence[GroupGeometry] = (FULL_GROUP, GroupGeometry(AttentionKind.SLIDING_WINDOW, 4, window_tokens=6)),
+    max_model_len: int = 1024,
+    num_tokens_per_hash: int | None = 4,
+    enable_caching: bool = True,
+    use_eagle: bool = False,
+    observers: Sequence[Observer] = (),
+    settings: Settings | None = None,
+) -> CacheManager:
+    """A manager over any groups, its requests hashed in pieces of `num_tokens_per_hash` tokens."""
+    geometry = CacheGeometry(num_blocks, max_model_len, tuple(groups), num_tokens_per_hash if enable_caching else None)
+    return CacheManager(
+        geometry,
+        settings if settings is not None else Settings(),
+        enable_caching=enable_caching,
+        use_eagle=use_eagle,
+        observers=observers,
+    )
+
+
 def run_prefill(manager: CacheManager, request: FakeRequest) -> tuple[int, list[int] | None]:
     """Look up and allocate all of a request's tokens: (hit tokens, all its block ids, or None where refused)."""
     blocks, num_hit_tokens = manager.get_computed_blocks(request)

@@ -326,7 +326,7 @@ class AttentionGroup(ABC):
     def block_ids(self, request_id: str) -> list[int]:
         """The request's table row, not a copy; empty for an unknown request."""
         table = self.tables.get(request_id)
-        return table.block_ids if table is not None else []
+        return table.block_ids if table is not None and table.block_ids else []
 
     def quiet_limit_tokens(self, request_id: str, *, caches: bool) -> int:
         """The most tokens that this request can grow to without anything to do here: no new block, none to release and,

@@ -26,6 +26,10 @@ CONSTRUCTOR_KEYWORDS = (
     "hash_block_size",
     "metrics_collector",
 )
+# What the engine's module calls the function that makes its requests' block hasher, and the attribute of a manager
+# class whose value takes that function's place for engines with the manager. Absent or None: vLLM's own stays.
+HASHER_NAME = "get_request_block_hasher"
+HASHER_ATTRIBUTE = "block_hasher"
 
 
 class Call(NamedTuple):
@@ -67,6 +71,8 @@ CALLS: dict[str, tuple[Call, ...]] = {
     "reset_prefix_cache": (Call(0),),
     "make_prefix_cache_stats": (Call(0),),
 }
+# By position: tokens of each hash, hash function.
+HASHER_CALL = Call(2)
 # Read from the instance; `empty_kv_cache_blocks` is what a connector's request starts from.
 ATTRIBUTES = ("usage", "empty_kv_cache_blocks")
 RESULT_CALLS: dict[str, tuple[Call, ...]] = {
@@ -85,6 +91,11 @@ def takes_settings(manager_cls: type) -> bool:
         return False
 
 
+def hasher_factory(manager_cls: type) -> Callable[..., Any] | None:
+    """What makes the block hasher for engines with this manager; None: vLLM's own does."""
+    return getattr(manager_cls, HASHER_ATTRIBUTE, None)
+
+
 def check_class(manager_cls: type, name: str) -> None:
     """Raise a ContractError that lists everything the class lacks of what can be seen before it is constructed."""
     keywords = CONSTRUCTOR_KEYWORDS + (("settings",) if takes_settings(manager_cls) else ())
@@ -95,6 +106,8 @@ def check_class(manager_cls: type, name: str) -> None:
         num_self = 0 if isinstance(static, (classmethod, staticmethod)) else 1
         shifted = tuple(call._replace(num_positional=call.num_positional + num_self) for call in calls)
         drifts += _drifts_of_method(manager_cls, method_name, shifted, shown=calls)
+    if hasher_factory(manager_cls) is not None:
+        drifts += _drifts_of_method(manager_cls, HASHER_ATTRIBUTE, (HASHER_CALL,))
     _raise_if_any(drifts, name, manager_cls)
 
 

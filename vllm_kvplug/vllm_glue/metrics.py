@@ -1,14 +1,22 @@
-"""`kvplug_info{...} 1` on /metrics: which manager serves, as the running engine answers it."""
+"""On /metrics: `kvplug_info{...} 1`, which manager serves, as the running engine answers it; and, where the engines'
+managers check themselves, `kvplug_invariant_findings`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+import asyncio
+import weakref
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from vllm_kvplug.vllm_glue import admission
 from vllm_kvplug.vllm_glue.choice import chosen
 from vllm_kvplug.vllm_glue.log import logger
-from vllm_kvplug.vllm_glue.report import LABELS, as_json
+from vllm_kvplug.vllm_glue.report import FINDINGS, LABELS, as_json
+
+# How often the engines are asked for their findings.
+FINDINGS_PERIOD_S = 10.0
 
 
 @lru_cache(maxsize=1)
@@ -25,6 +33,46 @@ def publish(answer: Mapping[str, str]) -> None:
     _gauge().labels(**{name: answer.get(name, "") for name in LABELS}).set(1)
 
 
+@lru_cache(maxsize=1)
+def _findings_gauge() -> Any:
+    from prometheus_client import Gauge
+
+    return Gauge(
+        "kvplug_invariant_findings",
+        "Contradictions that check_invariants has found in the KV cache managers of all engines since they started.",
+        multiprocess_mode="mostrecent",
+    )
+
+
+def watch_findings(async_llm: Any, answers: Sequence[Mapping[str, str]], question: tuple[str, ...]) -> None:
+    """If the engines that gave these answers check themselves, keep the number of their findings on /metrics: the front
+    end asks again every `FINDINGS_PERIOD_S` seconds.
+    """
+    if not any(FINDINGS in answer for answer in answers):
+        return
+    engine_core = weakref.ref(async_llm.engine_core)
+
+    def publish_findings(answers: Sequence[Mapping[str, str]]) -> None:
+        _findings_gauge().set(sum(int(answer.get(FINDINGS, 0)) for answer in answers))
+
+    async def poll() -> None:
+        while True:
+            await asyncio.sleep(FINDINGS_PERIOD_S)
+            client = engine_core()
+            if client is None:
+                return
+            try:
+                publish_findings(await admission.ask_engines(client, *question))
+            except Exception as error:
+                logger.warning("kvplug_invariant_findings is updated no more: %s: %s", type(error).__name__, error)
+                return
+            del client
+
+    publish_findings(answers)
+    # Kept: an event loop itself does not hold its tasks.
+    async_llm._kvplug_findings_task = asyncio.get_running_loop().create_task(poll())
+
+
 async def around_get_supported_tasks(original: Callable[..., Awaitable[Any]], async_llm: Any) -> Any:
     """The first question that a front end asks its engine, before any request: ask there for the manager as well.
 
@@ -34,12 +82,14 @@ async def around_get_supported_tasks(original: Callable[..., Awaitable[Any]], as
     choice = chosen(async_llm.vllm_config)
     if choice is not None and not hasattr(async_llm, "_kvplug_report"):
         try:
-            # Every engine is asked and only the first one's answer comes back: so each checks what is expected itself.
+            # Every engine checks what is expected itself; the first one's answer is the one that is shown.
             expected = (choice["name"], as_json(choice["config"]))
-            answer = await async_llm.engine_core.call_utility_async("kvplug_report", *expected)
-            publish(answer)
+            answers = await admission.ask_engines(async_llm.engine_core, "kvplug_report", *expected)
+            publish(answers[0])
+            admission.learn(async_llm, answers)
+            watch_findings(async_llm, answers, ("kvplug_report", *expected))
         except Exception as error:
             logger.error("The engine does not confirm kv_cache_manager %r: %s", choice["name"], error)
             raise
-        async_llm._kvplug_report = answer
+        async_llm._kvplug_report = answers[0]
     return await original(async_llm)

@@ -7,13 +7,22 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from vllm_kvplug.checking import CheckedCalls
 from vllm_kvplug.errors import ContractError
+from vllm_kvplug.geometry import CacheGeometry
 from vllm_kvplug.settings import Settings
+from vllm_kvplug.sizing import geometry_to_json
 from vllm_kvplug.vllm_glue import contract, registry
 from vllm_kvplug.vllm_glue.choice import ManagerChoice, chosen
 
 # The labels of kvplug_info; a manager that says nothing about one of them leaves it empty.
 LABELS = ("manager", "version", "eviction", "groups", "num_blocks", "block_size")
+# The key of an engine's answer under which a manager of kvplug's tells the shape of its cache, as JSON.
+GEOMETRY = "geometry"
+# And, where it checks itself (setting check_invariants), the number of its findings so far.
+FINDINGS = "invariant_findings"
+# What a user changes where a request does not fit.
+LARGER_POOL = "a higher --gpu-memory-utilization (VLLM_CPU_KVCACHE_SPACE on the CPU) or --num-gpu-blocks-override"
 
 
 def check_in_force(scheduler: Any, choice: ManagerChoice) -> None:
@@ -92,8 +101,7 @@ def _settings_in_force(described: Mapping[str, str], config: Mapping[str, Any]) 
 def of_engine_core(engine_core: Any, expected_name: str, expected_config: str) -> dict[str, str]:
     """The utility method `kvplug_report` of EngineCore: the manager of its scheduler, as it is now.
 
-    The front end says what it expects, the settings as JSON: of several engines it gets the first one's answer alone,
-    and an error of any.
+    The front end says what it expects, the settings as JSON, so that an engine which differs answers with an error.
 
     Raises:
         ContractError: this engine has another choice, or another manager in force.
@@ -104,7 +112,12 @@ def of_engine_core(engine_core: Any, expected_name: str, expected_config: str) -
         expected = f"{expected_name!r} with settings {expected_config}"
         raise ContractError(f"expected kv_cache_manager {expected} chosen in this engine, found {name!r} with {config}")
     check_in_force(engine_core.scheduler, choice)
-    return describe(engine_core.scheduler, choice)
+    geometry = getattr(engine_core.scheduler.kv_cache_manager, "geometry", None)
+    told = {GEOMETRY: geometry_to_json(geometry)} if isinstance(geometry, CacheGeometry) else {}
+    checks = getattr(engine_core.scheduler.kv_cache_manager, "checks", None)
+    if isinstance(checks, CheckedCalls):
+        told[FINDINGS] = str(checks.num_findings)
+    return describe(engine_core.scheduler, choice) | told
 
 
 def as_json(settings: Mapping[str, Any]) -> str:

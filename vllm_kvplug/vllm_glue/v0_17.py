@@ -1,4 +1,4 @@
-"""What vLLM 0.17.1's scheduler asks of a manager, and how our manager takes the place of its own.
+"""What vLLM 0.17.1's scheduler asks of a manager, and how our manager, and its block hasher, take the place of its own.
 
 What depends on vLLM's version and is no parser or config field is here and in contract.py: for another version, read
 its `vllm/v1/core/sched/*.py`.
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from vllm_kvplug.vllm_glue import contract, patching, registry, report
+from vllm_kvplug.vllm_glue import admission, contract, hasher_seam, never_fitting, patching, registry, report
 from vllm_kvplug.vllm_glue.choice import chosen
 
 # A scheduler is constructed with the chosen class under the name of vLLM's in its modules. The lock makes that one
@@ -26,6 +26,8 @@ def activate() -> None:
     patching.when_imported("vllm.config.scheduler", _patch_scheduler_config)
     patching.when_imported("vllm.v1.engine.core", _patch_engine_core)
     patching.when_imported("vllm.v1.engine.async_llm", _patch_front_end)
+    patching.when_imported("vllm.v1.engine.llm_engine", _patch_llm_engine)
+    patching.when_imported("vllm.v1.engine.input_processor", _patch_input_processor)
 
 
 def _patch_scheduler_config(module: ModuleType) -> None:
@@ -52,6 +54,7 @@ class SchedulerBuilder:
             scheduler = self.scheduler_cls(*args, **kwargs)
         report.check_in_force(scheduler, choice)
         report.log_in_force(scheduler, choice)
+        never_fitting.watch(scheduler)
         return scheduler
 
 
@@ -77,8 +80,18 @@ def _patch_engine_core(module: ModuleType) -> None:
 
 
 def _around_engine_core_init(original: Callable[..., None], engine_core: Any, *args: Any, **kwargs: Any) -> None:
-    """The last word at start-up: another plugin may have replaced get_scheduler_cls, or the scheduler, since."""
-    original(engine_core, *args, **kwargs)
+    """Construct the engine with the manager's block hasher, if it has one; then the last word at start-up.
+
+    Another plugin may have replaced get_scheduler_cls, the scheduler or the hasher since.
+    """
+    given = kwargs.get("vllm_config", args[0] if args else None)
+    choice = chosen(given) if given is not None else None
+    factory = contract.hasher_factory(registry.load(choice["name"])) if choice is not None else None
+    if choice is None or factory is None:
+        original(engine_core, *args, **kwargs)
+    else:
+        with hasher_seam.in_force(engine_core, choice["name"], factory):
+            original(engine_core, *args, **kwargs)
     choice = chosen(engine_core.vllm_config)
     if choice is not None:
         report.check_in_force(engine_core.scheduler, choice)
@@ -88,3 +101,12 @@ def _patch_front_end(module: ModuleType) -> None:
     from vllm_kvplug.vllm_glue import metrics
 
     patching.wrap_method(module.AsyncLLM, "get_supported_tasks", metrics.around_get_supported_tasks)
+    patching.wrap_method(module.AsyncLLM, "generate", admission.around_generate)
+
+
+def _patch_llm_engine(module: ModuleType) -> None:
+    patching.wrap_method(module.LLMEngine, "get_supported_tasks", admission.around_llm_engine_get_supported_tasks)
+
+
+def _patch_input_processor(module: ModuleType) -> None:
+    patching.wrap_method(module.InputProcessor, "process_inputs", admission.around_process_inputs)

@@ -7,22 +7,30 @@ over the same core parts. Names and signatures are upstream's.
 """
 
 from vllm_kvplug.block import KVCacheBlocks
+from vllm_kvplug.vllm_glue.hashing import (
+    generate_block_hash_extra_keys,
+    get_request_block_hasher,
+    hash_block_tokens,
+    need_extra_keys,
+)
 from vllm_kvplug.vllm_glue.manager import KVCacheManager
 from vllm_kvplug.vllm_glue.upstream_views.blocks import KVCacheBlock
+from vllm_kvplug.vllm_glue.upstream_views.coordinator import (
+    HybridKVCacheCoordinator,
+    KVCacheCoordinator,
+    KVCacheCoordinatorNoPrefixCache,
+    UnitaryKVCacheCoordinator,
+    get_kv_cache_coordinator,
+)
 from vllm_kvplug.vllm_glue.upstream_views.free_queue import FreeKVCacheBlockQueue
 from vllm_kvplug.vllm_glue.upstream_views.groups import (
     ChunkedLocalAttentionManager,
     CrossAttentionManager,
     FullAttentionManager,
-    HybridKVCacheCoordinator,
-    KVCacheCoordinator,
-    KVCacheCoordinatorNoPrefixCache,
     MambaManager,
     SingleTypeKVCacheManager,
     SinkFullAttentionManager,
     SlidingWindowManager,
-    UnitaryKVCacheCoordinator,
-    get_kv_cache_coordinator,
     get_manager_for_kv_cache_spec,
     spec_manager_map,
 )
@@ -47,7 +55,11 @@ __all__ = [
     "SinkFullAttentionManager",
     "SlidingWindowManager",
     "UnitaryKVCacheCoordinator",
+    "generate_block_hash_extra_keys",
     "get_kv_cache_coordinator",
     "get_manager_for_kv_cache_spec",
+    "get_request_block_hasher",
+    "hash_block_tokens",
+    "need_extra_keys",
     "spec_manager_map",
 ]

@@ -29,6 +29,9 @@ class _MiscountedOrder:
     def push(self, block_ids: Sequence[int]) -> None:
         self.order.push(block_ids)
 
+    def push_first(self, block_ids: Sequence[int]) -> None:
+        self.order.push_first(block_ids)
+
     def pop(self, num_blocks: int) -> list[int]:
         return self.order.pop(num_blocks)
 

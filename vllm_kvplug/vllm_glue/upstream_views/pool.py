@@ -11,10 +11,11 @@ from vllm_kvplug import eviction
 from vllm_kvplug.block import make_key
 from vllm_kvplug.block_pool import NULL_BLOCK_ID
 from vllm_kvplug.block_pool import BlockPool as CorePool
-from vllm_kvplug.errors import UnsupportedError
-from vllm_kvplug.observers import ObserverSet
+from vllm_kvplug.errors import CallError
+from vllm_kvplug.hash_row import HashRow
+from vllm_kvplug.observers import Observer, ObserverSet
 from vllm_kvplug.vllm_glue.manager import KVCacheManager
-from vllm_kvplug.vllm_glue.observers import EventObserver
+from vllm_kvplug.vllm_glue.observers import EventObserver, ResidencyObserver
 from vllm_kvplug.vllm_glue.upstream_views.blocks import KVCacheBlock, PoolBlocks
 from vllm_kvplug.vllm_glue.upstream_views.free_queue import FreeKVCacheBlockQueue
 from vllm_kvplug.vllm_glue.upstream_views.prefix_map import BlockHashToBlockMap, IndexesOnDemand
@@ -43,11 +44,11 @@ class BlockPool:
         enable_kv_cache_events: bool = False,
         metrics_collector: KVCacheMetricsCollector | None = None,
     ) -> None:
+        events = EventObserver(hash_block_size) if enable_kv_cache_events else None
+        observers: list[Observer] = [events] if events is not None else []
         if metrics_collector is not None:
-            raise UnsupportedError("BlockPool: kvplug does not support a metrics_collector yet; leave it out")
-        events = EventObserver() if enable_kv_cache_events else None
-        order = eviction.create("lru", num_gpu_blocks)
-        core = CorePool(num_gpu_blocks, 0, order, ObserverSet([events] if events else []))
+            observers.append(ResidencyObserver(metrics_collector, enable_caching=enable_caching))
+        core = CorePool(num_gpu_blocks, 0, eviction.create("lru", num_gpu_blocks), ObserverSet(observers))
         core.indexes = IndexesOnDemand()  # type: ignore[assignment]
         self._bind(core, events, enable_caching, hash_block_size)
 
@@ -55,8 +56,7 @@ class BlockPool:
     def of_manager(cls, manager: KVCacheManager) -> BlockPool:
         """The view of a manager's pool."""
         self = cls.__new__(cls)
-        group = manager.geometry.groups[0]
-        self._bind(manager.pool, manager._events, manager.enable_caching, group.num_tokens_per_block)
+        self._bind(manager.pool, manager._events, manager.enable_caching, manager.hash_block_size)
         return self
 
     def _bind(self, core: CorePool, events: EventObserver | None, enable_caching: bool, hash_block_size: int) -> None:
@@ -103,15 +103,15 @@ class BlockPool:
         kv_cache_group_id: int,
     ) -> None:
         """Cache `blocks[num_cached_blocks:num_full_blocks]` under the request's hashes."""
-        if block_size != self.hash_block_size:
-            raise UnsupportedError(
-                f"block_size: kvplug supports only the pool's hash_block_size yet, "
-                f"{self.hash_block_size} tokens; found {block_size}"
+        if block_size % self.hash_block_size:
+            raise CallError(
+                f"block_size: expected a multiple of hash_block_size, {self.hash_block_size} tokens; found {block_size}"
             )
         new_blocks = blocks[num_cached_blocks:num_full_blocks]
         if not new_blocks:
             return
-        block_hashes = request.block_hashes[num_cached_blocks:num_full_blocks]
+        all_hashes = HashRow(request.block_hashes, block_size // self.hash_block_size)
+        block_hashes = all_hashes[num_cached_blocks:num_full_blocks]
         block_ids = [block.block_id for block in new_blocks]
         if all(block._pool is self.core for block in new_blocks):
             self.core.cache(kv_cache_group_id, block_ids, block_hashes)
@@ -122,7 +122,9 @@ class BlockPool:
                 self.cached_block_hash_to_block.insert(block.block_hash, block)
         if self._events is not None:
             row = [NULL_BLOCK_ID] * num_cached_blocks + block_ids
-            self._events.on_cache(request, kv_cache_group_id, block_size, row, num_cached_blocks, num_full_blocks)
+            self._events.on_cache(
+                request, kv_cache_group_id, block_size, row, all_hashes, num_cached_blocks, num_full_blocks
+            )
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
         """Take free blocks."""
@@ -130,7 +132,7 @@ class BlockPool:
 
     def touch(self, blocks: Sequence[Any]) -> None:
         """Hold blocks once more."""
-        self.core.acquire(block.block_id for block in blocks)
+        self.core.acquire([block.block_id for block in blocks])
 
     def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
         """Give blocks back, the first to be reused first."""
