@@ -28,11 +28,6 @@ class NeverFits:
     num_usable_blocks: int
 
 
-def num_usable_blocks(geometry: CacheGeometry) -> int:
-    """Blocks that requests can hold: all but the null block and those of the sinks."""
-    return geometry.num_blocks - 1 - sum(group.num_sink_blocks for group in geometry.groups)
-
-
 def num_needed_blocks(geometry: CacheGeometry, num_tokens: int) -> int:
     """The fewest blocks, of all groups together, that a request must hold once `num_tokens` tokens are computed."""
     return sum(group_class(group).min_num_blocks(group, num_tokens) for group in geometry.groups)
@@ -40,7 +35,7 @@ def num_needed_blocks(geometry: CacheGeometry, num_tokens: int) -> int:
 
 def never_fits(geometry: CacheGeometry, num_tokens: int) -> NeverFits | None:
     """The two numbers where `num_tokens` tokens do not fit even an empty pool; None where they do."""
-    num_needed, num_usable = num_needed_blocks(geometry, num_tokens), num_usable_blocks(geometry)
+    num_needed, num_usable = num_needed_blocks(geometry, num_tokens), geometry.num_usable_blocks
     return NeverFits(num_needed, num_usable) if num_needed > num_usable else None
 
 
@@ -52,7 +47,7 @@ def peak_blocks(geometry: CacheGeometry, num_tokens: int) -> int:
 @functools.lru_cache(maxsize=8)
 def max_fitting_tokens(geometry: CacheGeometry) -> int:
     """The most tokens, up to `max_model_len`, to which a request can grow, token by token, in an empty pool."""
-    num_usable = num_usable_blocks(geometry)
+    num_usable = geometry.num_usable_blocks
     lengths = _peak_lengths(geometry, geometry.max_model_len)
     too_long = next((length for length in lengths if num_needed_blocks(geometry, length) > num_usable), None)
     return geometry.max_model_len if too_long is None else too_long - 1

@@ -11,7 +11,6 @@ from vllm_kvplug.sizing import (
     geometry_to_json,
     max_fitting_tokens,
     never_fits,
-    num_usable_blocks,
     peak_blocks,
 )
 
@@ -43,7 +42,7 @@ def test_groups_share_the_pool() -> None:
 
 
 def test_the_blocks_of_sinks_are_no_requests() -> None:
-    assert num_usable_blocks(cache(6, SINK)) == 3
+    assert cache(6, SINK).num_usable_blocks == 3
     assert never_fits(cache(6, SINK), 48) is None
     assert never_fits(cache(6, SINK), 49) == NeverFits(4, 3)
 

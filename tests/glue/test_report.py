@@ -40,7 +40,8 @@ def start_line(kv_cache_config: Any, kvplug_log: list[str]) -> Callable[..., str
 def test_the_line_at_start_shows_the_settings_in_force(start_line: Callable[..., str], config: dict[str, Any]) -> None:
     line = start_line("kvplug", config)
     expected = (
-        f'KV cache manager in force: kvplug {vllm_kvplug.__version__}, settings {{"eviction": "lru"}}, groups full, '
+        f'KV cache manager in force: kvplug {vllm_kvplug.__version__}, settings {{"check_invariants": "off", '
+        f'"check_invariants_every": "1", "eviction": "lru"}}, groups full, '
     )
     assert line.startswith(expected + "64 blocks of 16 tokens")
 

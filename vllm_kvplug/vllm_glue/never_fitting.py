@@ -37,7 +37,7 @@ def watch(scheduler: Any) -> None:
 def _warn_if_pool_is_small(geometry: CacheGeometry) -> None:
     # A request's last token is never computed.
     num_needed_blocks = sizing.peak_blocks(geometry, geometry.max_model_len - 1)
-    num_usable_blocks = sizing.num_usable_blocks(geometry)
+    num_usable_blocks = geometry.num_usable_blocks
     if num_needed_blocks > num_usable_blocks:
         logger.warning(
             "max_model_len %d does not fit the KV cache: it needs %d blocks, and there are %d for all requests. "
@@ -78,7 +78,7 @@ class _Watched:
         hopeless = {request_id: misfit for request_id, misfit in misfits.items() if misfit is not None}
         if not hopeless and preempted:
             # The one that was refused is the last preempted: all others went for its sake.
-            num_usable_blocks = sizing.num_usable_blocks(manager.geometry)
+            num_usable_blocks = manager.geometry.num_usable_blocks
             hopeless = {preempted[0].request_id: NeverFits(num_usable_blocks + 1, num_usable_blocks)}
         self._refused |= hopeless
 
