@@ -100,7 +100,7 @@ def test_every_engine_of_several_confirms(second: type, kv_cache_config: Any, kv
             assert method == "kvplug_report"
             return report.of_engine_core(engine, *args)
 
-    front_end = SimpleNamespace(vllm_config=vllm_config, engine_core=Client())
+    front_end = SimpleNamespace(vllm_config=vllm_config, engine_core=Client(), input_processor=SimpleNamespace())
     if second is vllm_kvplug.KVCacheManager:
         assert ask(front_end) == ("generate",)
         return
