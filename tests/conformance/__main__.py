@@ -16,21 +16,30 @@ import time
 from pathlib import Path
 
 from tests.conformance import verdict
-from tests.conformance.expectations import SUITES, listed_tests, node_ids
+from tests.conformance.expectations import (
+    SUITES,
+    listed_tests,
+    must_construct_ours,
+    must_hash_with_ours,
+    node_ids,
+)
 from tests.conformance.offline_hub import hub_folder
 from tests.conformance.sdist import VLLM_VERSION, SuiteError, suite_folder
 from tests.conformance.verdict import Results
 
 OURS = "vllm_kvplug.vllm_glue.upstream_views"
 PLUGIN_FOLDER = Path(__file__).parent / "plugin"
-TEST_TIMEOUT_S = {"relevant": 300, "fast": 300, "slow": 3600}
+TEST_TIMEOUT_S = {"relevant": 300, "fast": 300, "end_to_end": 600, "slow": 3600}
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run, print the table and the problems, answer the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.conformance", description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--suite", choices=SUITES, default="relevant", help="relevant: the tests that use a class we replace"
+        "--suite",
+        choices=SUITES,
+        default="standard",
+        help="standard: fast (relevant is a part of it) and end_to_end; relevant: what uses a class we replace",
     )
     parser.add_argument("--upstream-only", action="store_true", help="plain upstream alone")
     parser.add_argument("--kvplug-only", action="store_true", help="kvplug alone, without the comparison")
@@ -49,36 +58,44 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run_suite(suite: str, module: str | None, pytest_arguments: list[str]) -> Results:
-    """Run one side in a process of its own. `module`: what is swapped in; None: plain upstream.
+    """Run one side, each list of tests in a process of its own. `module`: what is swapped in; None: plain upstream.
 
     Raises:
-        SuiteError: pytest wrote no report (it crashed, or could not collect).
+        SuiteError: pytest wrote no report (it crashed, or could not collect), or no test was selected.
     """
-    hub = hub_folder(with_weights=suite == "slow")
+    all_results = [_run_list(name, module, pytest_arguments) for name in SUITES[suite]]
+    results = all_results[0]
+    for further in all_results[1:]:
+        results += further
+    if not results.selected:
+        raise SuiteError("no test was selected; pytest's own output is above")
+    return results
+
+
+def _run_list(name: str, module: str | None, pytest_arguments: list[str]) -> Results:
+    hub = hub_folder(with_weights=name in ("end_to_end", "slow"))
     folder = suite_folder()
-    print(f"{suite} suite of vLLM {VLLM_VERSION} with {module or 'plain upstream'}:", flush=True)
+    print(f"{name} tests of vLLM {VLLM_VERSION} with {module or 'plain upstream'}:", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.json"
         node_file = Path(scratch) / "node_ids.txt"
-        node_file.write_text("\n".join(node_ids(suite)))
+        node_file.write_text("\n".join(node_ids(name)))
         environment = _environment(hub, report, module)
         if module is not None:
             expected_to_fail = Path(scratch) / "expected_to_fail.txt"
             expected_to_fail.write_text("\n".join(listed_tests()))
             environment["KVPLUG_SWAP_XFAIL"] = str(expected_to_fail)
         command = [sys.executable, "-m", "pytest", "-p", "kvplug_swap", "-p", "no:cacheprovider", "-q", "-W", "ignore"]
-        command += [f"--timeout={TEST_TIMEOUT_S[suite]}", "--tb=short", *pytest_arguments, f"@{node_file}"]
+        command += [f"--timeout={TEST_TIMEOUT_S[name]}", "--tb=short", *pytest_arguments, f"@{node_file}"]
         started = time.monotonic()
         done = subprocess.run(command, cwd=folder, env=environment, check=False)
         print(f"({time.monotonic() - started:.0f} s)", flush=True)
         if not report.exists():
             raise SuiteError(f"pytest wrote no report (exit status {done.returncode}); its own output is above")
         results = Results.of_report(json.loads(report.read_text()))
-    if not results.selected:
-        raise SuiteError("no test was selected; pytest's own output is above")
     if not pytest_arguments:
         # Nothing was asked to be left out: a test that is not there counts as not run.
-        results = Results(node_ids(suite), results.outcomes, results.messages, results.swapped)
+        results = Results(node_ids(name), results.outcomes, results.messages, results.swapped)
     return results
 
 
@@ -106,9 +123,11 @@ def _environment(hub: Path, report: Path, module: str | None) -> dict[str, str]:
 def _print_report(suite: str, upstream: Results | None, ours: Results | None) -> int:
     listed = listed_tests()
     problems = verdict.problems_of_upstream(upstream) if upstream else []
-    problems += verdict.problems_of_ours(ours, listed, set(node_ids("relevant"))) if ours else []
+    if ours is not None:
+        problems += verdict.problems_of_ours(ours, listed, must_construct_ours(), must_hash_with_ours())
     print()
-    print(verdict.table({"upstream": upstream, "kvplug": ours}, listed))
+    suites = {name: node_ids(name) for name in dict.fromkeys(("relevant", *SUITES[suite]))}
+    print(verdict.table({"upstream": upstream, "kvplug": ours}, listed, suites))
     if ours is not None:
         left_out = verdict.reasons(ours, listed)
         if left_out:

@@ -1,7 +1,8 @@
-"""Which of upstream's tests are run, and which of them are not expected to pass yet."""
+"""Which of upstream's tests are run, what they must have used, and which of them are not expected to pass."""
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,13 @@ else:
     import tomli as tomllib
 
 _HERE = Path(__file__).parent
-SUITES = ("relevant", "fast", "slow")
+LISTS = ("relevant", "fast", "end_to_end", "slow")
+# What a suite runs, list by list; `standard` is all that is a matter of minutes. `relevant` is part of `fast`.
+SUITES = {"standard": ("fast", "end_to_end"), **{name: (name,) for name in LISTS}}
+
+# Its engine was made for the test before it, which must construct ours.
+_USES_THE_ENGINE_BEFORE = {"tests/v1/core/test_scheduler_e2e.py::test_prefix_cache_stats_is_recorded"}
+_HASHING_TEST = re.compile("::test_(generate_block_hash_extra_keys|hash_|request_block_hasher)")
 
 
 @dataclass(frozen=True)
@@ -20,7 +27,7 @@ class ListedTest:
     """A test that is listed as not passing.
 
     Attributes:
-        status: `open` (kvplug cannot do it yet) or `left out` (kvplug does without, by design).
+        status: `open` (kvplug cannot do it yet) or `left out` (by design).
         reason: why, in words.
         error: what the test's failure says; another failure is a fault.
     """
@@ -32,7 +39,19 @@ class ListedTest:
 
 def node_ids(suite: str) -> list[str]:
     """The tests of a suite, by pytest node id."""
-    return (_HERE / "lists" / f"{suite}.txt").read_text().splitlines()
+    return [line for name in SUITES[suite] for line in (_HERE / "lists" / f"{name}.txt").read_text().splitlines()]
+
+
+def must_construct_ours() -> set[str]:
+    """The tests that prove nothing unless they construct a class of ours."""
+    return {*node_ids("relevant"), *node_ids("end_to_end")} - _USES_THE_ENGINE_BEFORE
+
+
+def must_hash_with_ours() -> set[str]:
+    """The tests that prove nothing unless they call a function of ours: those of block hashes."""
+    return {
+        node_id for node_id in node_ids("fast") if "test_kv_cache_utils" in node_id and _HASHING_TEST.search(node_id)
+    }
 
 
 def listed_tests() -> dict[str, ListedTest]:

@@ -1,13 +1,13 @@
 """pytest plugin for upstream's suite: puts another module's classes in the place of vLLM's, and reports what happened.
 
     KVPLUG_SWAP=MODULE          the module that defines the replacements; absent: plain upstream, results only
-    KVPLUG_SWAP_REQUIRE=a,b     names that it must define (default: every class of upstream's KV cache management)
+    KVPLUG_SWAP_REQUIRE=a,b     names that it must define (default: all of upstream's KV cache management and hashing)
     KVPLUG_SWAP_XFAIL=FILE      node ids that are expected to fail: no traceback for them
     KVPLUG_SWAP_REPORT=FILE     where the report is written, as JSON
 
 It imports nothing of this project: it runs inside upstream's suite, where `tests` is upstream's package. The names are
 swapped before pytest reads the first conftest.py, so a test module never sees upstream's object. Constructions are
-counted on both sides: upstream's must stay at zero.
+counted on both sides: upstream's must stay at zero. Of ours, calls of functions are counted, too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import pytest
@@ -28,7 +28,14 @@ import pytest
 _CORE = "vllm.v1.core."
 # Where upstream defines the classes and functions that a KV cache manager replaces.
 HOMES: dict[str, tuple[str, ...]] = {
-    _CORE + "kv_cache_utils": ("KVCacheBlock", "FreeKVCacheBlockQueue"),
+    _CORE + "kv_cache_utils": (
+        "KVCacheBlock",
+        "FreeKVCacheBlockQueue",
+        "need_extra_keys",
+        "generate_block_hash_extra_keys",
+        "hash_block_tokens",
+        "get_request_block_hasher",
+    ),
     _CORE + "block_pool": ("BlockHashToBlockMap", "BlockPool"),
     _CORE + "single_type_kv_cache_manager": (
         "SingleTypeKVCacheManager",
@@ -50,7 +57,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     ),
     _CORE + "kv_cache_manager": ("KVCacheBlocks", "KVCacheManager"),
 }
-# The hasher's names: swapped where the module defines them, never required.
+# What belongs to hashes, too: swapped where the module defines it, never required.
 OPTIONAL_HOMES: dict[str, tuple[str, ...]] = {
     _CORE + "kv_cache_utils": (
         "BlockHashListWithBlockSize",
@@ -59,10 +66,6 @@ OPTIONAL_HOMES: dict[str, tuple[str, ...]] = {
         "get_group_id",
         "maybe_convert_block_hash",
         "init_none_hash",
-        "need_extra_keys",
-        "generate_block_hash_extra_keys",
-        "hash_block_tokens",
-        "get_request_block_hasher",
     ),
 }
 # These hold references to the names above from their import on.
@@ -80,6 +83,7 @@ class Swap:
         self.ours: dict[str, Any] = {}
         self.num_made_upstream: collections.Counter[str] = collections.Counter()
         self.num_made_ours: collections.Counter[str] = collections.Counter()
+        self.num_called_ours: collections.Counter[str] = collections.Counter()
         self._name_of: dict[int, str] = {}
 
     def apply(self) -> None:
@@ -101,6 +105,9 @@ class Swap:
         # Of upstream, an attempt is one too many; of ours, a refusal is no use of it.
         _count_constructions(self.upstream.values(), self.num_made_upstream, attempts=True)
         _count_constructions(self.ours.values(), self.num_made_ours, attempts=False)
+        for name, ours in self.ours.items():
+            if isinstance(ours, FunctionType):
+                self.ours[name] = _counting_calls(ours, name, self.num_called_ours)
         for holder, attribute, name in list(self._references()):
             setattr(holder, attribute, self.ours[name])
         self._swap_after_reload()
@@ -171,8 +178,17 @@ def _count_constructions(values: Iterable[Any], counter: collections.Counter[str
             cls.__init__ = counting(vars(cls)["__init__"])
 
 
+def _counting_calls(function: Callable[..., Any], name: str, counter: collections.Counter[str]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        counter[name] += 1
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
 class Recorder:
-    """The pytest hooks: results of every test, and for each test what of ours it constructed."""
+    """The pytest hooks: results of every test, and for each test what of ours it constructed and called."""
 
     def __init__(self, swap: Swap | None) -> None:
         self.swap = swap
@@ -180,6 +196,7 @@ class Recorder:
         self.outcomes: dict[str, str] = {}
         self.messages: dict[str, str] = {}
         self.made_by_test: dict[str, dict[str, int]] = {}
+        self.called_by_test: dict[str, dict[str, int]] = {}
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         path = os.environ.get("KVPLUG_SWAP_XFAIL")
@@ -197,9 +214,10 @@ class Recorder:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
         if self.swap is None:
             return (yield)
-        before = collections.Counter(self.swap.num_made_ours)
+        made, called = collections.Counter(self.swap.num_made_ours), collections.Counter(self.swap.num_called_ours)
         answer = yield
-        self.made_by_test[item.nodeid] = dict(self.swap.num_made_ours - before)
+        self.made_by_test[item.nodeid] = dict(self.swap.num_made_ours - made)
+        self.called_by_test[item.nodeid] = dict(self.swap.num_called_ours - called)
         return answer
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -224,6 +242,8 @@ class Recorder:
                 "made_ours": +self.swap.num_made_ours,
                 "made_upstream": +self.swap.num_made_upstream,
                 "made_by_test": self.made_by_test,
+                "called_ours": +self.swap.num_called_ours,
+                "called_by_test": self.called_by_test,
                 "leftovers": self.swap.leftovers(),
                 "inherited": self.swap.inherited(),
             }

@@ -6,8 +6,8 @@ from vllm_kvplug.vllm_glue.upstream_views import *  # noqa: F403
 _release = base.BlockPool.release
 
 
-def _release_head_first(self, block_ids):
-    _release(self, block_ids[::-1])
+def _release_head_first(self, block_ids, **kwargs):
+    _release(self, block_ids[::-1], **kwargs)
 
 
 base.BlockPool.release = _release_head_first
