@@ -20,6 +20,8 @@ TESTS = Path(__file__).parent
 FOLDERS = {
     "core": "core",
     "lockstep": "lockstep",
+    "scheduler": "scheduler",
+    "faults": "faults",
     "glue": "glue",
     "cli": "cli",
     "conformance": None,

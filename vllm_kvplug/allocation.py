@@ -74,6 +74,21 @@ class GroupPlan:
 
 
 @dataclass(frozen=True)
+class Refusal:
+    """A request that was refused although no other request held a block: what ends cannot make room for it.
+
+    Attributes:
+        num_needed_blocks: blocks that it would have to hold at one time in this step.
+        num_usable_blocks: blocks of the pool that requests can hold.
+        num_present_tokens: its tokens that needed no computing in this step.
+    """
+
+    num_needed_blocks: int
+    num_usable_blocks: int
+    num_present_tokens: int
+
+
+@dataclass(frozen=True)
 class AllocationPlan:
     """What all groups would do.
 

@@ -104,6 +104,19 @@ class BlockPool:
             if not 0 <= block_id < self.num_blocks:
                 raise CallError(f"block {block_id}: expected an id from 0 to {self.num_blocks - 1}")
 
+    def check_hits(self, group_id: int, block_ids: Sequence[int]) -> None:
+        """See that each of the blocks is cached in this group, or null.
+
+        Raises:
+            CallError: one is not, or is not of this pool.
+        """
+        self.check_block_ids(block_ids)
+        hashes, group_ids = self.block_hashes, self.block_group_ids
+        for block_id in block_ids:
+            if block_id != NULL_BLOCK_ID and (hashes[block_id] is None or group_ids[block_id] != group_id):
+                found = "one that is not cached" if hashes[block_id] is None else f"one of group {group_ids[block_id]}"
+                raise CallError(f"block {block_id}: expected a prefix hit of KV cache group {group_id}, found {found}")
+
     def num_free_among(self, block_ids: Sequence[int]) -> int:
         """How many of these blocks are free now (a hit takes them out of the free blocks)."""
         counts = self.reference_counts

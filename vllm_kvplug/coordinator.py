@@ -165,6 +165,10 @@ class Coordinator:
         """`block_ids[group][i]`: the request's tables, not copies."""
         return tuple(group.block_ids(request_id) for group in self.groups)
 
+    def num_held_blocks(self, request_id: str) -> int:
+        """Blocks of all groups that the request holds."""
+        return sum(len(row) - row.count(NULL_BLOCK_ID) for row in self.block_ids(request_id))
+
     def num_common_prefix_blocks(self, request_id: str) -> list[int]:
         """By group, the leading blocks that all requests share."""
         if not self._enable_caching:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from vllm_kvplug import eviction
-from vllm_kvplug.allocation import AllocationPlan, SlotDemand
+from vllm_kvplug.allocation import AllocationPlan, Refusal, SlotDemand
 from vllm_kvplug.block import KVCacheBlocks
 from vllm_kvplug.block_pool import BlockPool
 from vllm_kvplug.checking import CheckedCalls
@@ -75,7 +75,7 @@ class CacheManager:
         # Where a window is released, no step with drafts may pass by unnoticed.
         has_window = any(group.kind in WINDOW_KINDS for group in geometry.groups)
         self._max_quiet_new_tokens = 1 if has_window else NO_LIMIT
-        self._never_fitting: dict[str, NeverFits] = {}
+        self._refused_alone: dict[str, Refusal] = {}
         if self.checks is not None:
             self.checks.watch(self, CacheManager)
 
@@ -123,7 +123,7 @@ class CacheManager:
         Returns:
             The new blocks of this step by group, or None where the free blocks do not suffice (nothing is taken then).
 
-        A request that is refused while no request holds a block is remembered for `take_never_fitting`.
+        A request that is refused while no other request holds a block is remembered for `take_refused_alone`.
 
         Raises:
             CallError: arguments that no request can have. Nothing was changed.
@@ -174,7 +174,7 @@ class CacheManager:
         )
         plan = self._coordinator.plan(request_id, demand, hit_block_ids, is_admission=is_admission)
         if plan.defers or plan.num_free_blocks_needed > self.pool.num_free_blocks:
-            self._note_refusal(request_id, plan)
+            self._note_refusal(request_id, plan, demand)
             return None
         if is_admission:
             self._coordinator.admit(request_id, plan)
@@ -207,11 +207,21 @@ class CacheManager:
             for notify in self._observers.on_admit:
                 notify(request, num_hit_tokens)
 
-    def _note_refusal(self, request_id: str, plan: AllocationPlan) -> None:
+    def _note_refusal(self, request_id: str, plan: AllocationPlan, demand: SlotDemand) -> None:
         if request_id in self._quiet_limits_tokens:  # the windows may have moved
             self._quiet_limits_tokens[request_id] = self._coordinator.quiet_limit_tokens(request_id)
-        if not plan.defers and not self.pool.num_held_blocks:
-            self._never_fitting[request_id] = NeverFits(plan.num_free_blocks_needed, self.pool.num_usable_blocks)
+        if not plan.defers and self._holds_all(request_id):
+            num_needed_blocks = self.pool.num_held_blocks + plan.num_free_blocks_needed
+            self._refused_alone[request_id] = Refusal(
+                num_needed_blocks, self.pool.num_usable_blocks, demand.num_present_tokens
+            )
+
+    def _holds_all(self, request_id: str) -> bool:
+        """Whether no other request holds a block. (The tables' lengths alone tell it of most requests.)"""
+        num_held_blocks, rows = self.pool.num_held_blocks, self._coordinator.block_ids(request_id)
+        return num_held_blocks <= sum(map(len, rows)) and num_held_blocks == self._coordinator.num_held_blocks(
+            request_id
+        )
 
     def never_fits(self, request: Any) -> NeverFits | None:
         """The blocks that the request's present tokens need, and those that the pool has, where even an empty pool
@@ -219,12 +229,12 @@ class CacheManager:
         """
         return never_fits(self.geometry, request.num_tokens)
 
-    def take_never_fitting(self) -> dict[str, NeverFits]:
-        """Requests that were refused, since the last call, while no request held a block: nothing that ends could ever
-        make room for them.
+    def take_refused_alone(self) -> dict[str, Refusal]:
+        """Requests that were refused in this step although no other request held a block: no other's end makes room for
+        them. The same request may fit with another prefix hit or a smaller step; `never_fits` says where it cannot.
         """
-        never_fitting, self._never_fitting = self._never_fitting, {}
-        return never_fitting
+        refused_alone, self._refused_alone = self._refused_alone, {}
+        return refused_alone
 
     def cache_blocks(self, request: Any, num_computed_tokens: int) -> None:
         """Cache what is full with the request's first `num_computed_tokens` tokens (after an asynchronous step)."""
@@ -232,6 +242,7 @@ class CacheManager:
         limit = self._quiet_limits_tokens.get(request_id)
         if not self.enable_caching or (limit is not None and num_computed_tokens <= limit):
             return
+        self._coordinator.check_block_hashes(request, num_computed_tokens)
         self._coordinator.cache_full_blocks(request, num_computed_tokens)
         if limit is not None:
             self._quiet_limits_tokens[request_id] = self._coordinator.quiet_limit_tokens(request_id)
@@ -244,7 +255,6 @@ class CacheManager:
         self._quiet_limits_tokens.pop(request_id, None)
         self._hits_to_report_tokens.pop(request_id, None)
         self._drafting.discard(request_id)
-        self._never_fitting.pop(request_id, None)
         self._coordinator.free(request_id)
 
     def remove_skipped_blocks(self, request_id: str, total_computed_tokens: int) -> None:
@@ -289,9 +299,15 @@ class CacheManager:
 
     def new_step_starts(self) -> None:
         """The scheduler begins a step."""
+        self._refused_alone.clear()
         self._coordinator.new_step_starts()
 
     def _check_demand(self, request: Any, demand: SlotDemand, hit_block_ids: _BlockIds) -> None:
+        if len(hit_block_ids) != len(self.groups):
+            raise CallError(
+                f"request {request.request_id!r}: new_computed_blocks: expected blocks of {len(self.groups)} KV cache "
+                f"groups, found {len(hit_block_ids)}"
+            )
         if not self.enable_caching and any(hit_block_ids):
             num_hit_blocks = sum(map(len, hit_block_ids))
             raise CallError(

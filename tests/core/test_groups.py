@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.core.support import FakeRequest, run_decode
+from vllm_kvplug.allocation import Refusal
 from vllm_kvplug.errors import UnsupportedError
 from vllm_kvplug.geometry import AttentionKind, CacheGeometry, GroupGeometry, MambaMode
 from vllm_kvplug.invariants import check_invariants
@@ -168,7 +169,7 @@ def test_mamba_defers_a_hit_that_was_cached_in_this_step() -> None:
     num_free_blocks = manager.pool.num_free_blocks
     assert prefill(manager, b) is None
     assert manager.pool.num_free_blocks == num_free_blocks
-    assert manager.take_never_fitting() == {}
+    assert manager.take_refused_alone() == {}
     manager.new_step_starts()
     assert prefill(manager, b) == 16
 
@@ -324,16 +325,31 @@ def test_the_hit_of_any_mix_is_the_longest_there_is(use_eagle: bool) -> None:
 # Refused while nobody holds anything
 
 
-def test_a_request_that_can_never_fit_is_named_once() -> None:
+def test_a_request_that_is_refused_alone_is_named_once() -> None:
     manager = make(FULL, window(6), num_blocks=8)
     a, b = request("a", 9), request("b", 60, first=500)
     assert prefill(manager, a) == 0
     assert prefill(manager, b) is None
-    assert manager.take_never_fitting() == {}  # a may end
+    assert manager.take_refused_alone() == {}  # a may end
     manager.free(a)
     assert prefill(manager, b) is None
-    (needed,) = manager.take_never_fitting().values()
-    assert (needed.num_needed_blocks, needed.num_usable_blocks) == (30, 7)
-    assert manager.take_never_fitting() == {}
+    assert manager.take_refused_alone() == {"b": Refusal(30, 7, 0)}
+    assert manager.take_refused_alone() == {}
+    assert prefill(manager, b) is None
+    manager.new_step_starts()
+    assert manager.take_refused_alone() == {}
     assert manager.never_fits(b) is not None
     assert manager.never_fits(a) is None
+
+
+def test_a_request_that_holds_all_that_is_held_is_refused_alone() -> None:
+    manager = make(FULL, window(6), num_blocks=12)
+    a = request("a", 20)
+    assert prefill(manager, a) == 0  # 5 blocks, and 3 of the window's 5 when its next tokens come
+    a.tokens += range(20, 60)
+    assert manager.allocate_slots(a, 40) is None
+    assert manager.take_refused_alone() == {"a": Refusal(27, 11, 20)}
+    b = request("b", 3, first=500)
+    assert prefill(manager, b) == 0
+    assert manager.allocate_slots(a, 40) is None
+    assert manager.take_refused_alone() == {}

@@ -179,7 +179,7 @@ def test_the_client_is_told_and_the_front_end_that_it_is_finished(engine_config:
     (told,) = outputs[3].outputs
     assert (told.request_id, told.finish_reason, told.new_token_ids) == ("long", FinishReason.ERROR, [])
     assert told.num_cached_tokens == 0
-    assert "needs at least 30 KV cache blocks, and the engine has 19" in told.stop_reason
+    assert "needs 30 KV cache blocks at one time, and the engine has 19" in told.stop_reason
     assert outputs[3].finished_requests == {"long"}
     (line,) = warnings
     assert line == f"Request long ended with an error: {told.stop_reason}"
@@ -203,3 +203,16 @@ def test_a_pool_smaller_than_the_longest_request_is_warned_of(
     if warns:
         assert "max_model_len 160 does not fit the KV cache: it needs 40 blocks, and there are 39" in lines[0]
         assert "more than 156 tokens" in lines[0]
+
+
+def test_what_goes_on_at_its_next_attempt_is_not_ended(engine_config: Any) -> None:
+    """Slots for drafts make it preempt itself after each chunk; each time it hits one chunk more."""
+    case = Case("window", ("window:8",), num_blocks=11, max_num_tokens=32, drafts="eagle")
+    assert answers(engine_config, case, script("x", 128, 1)) == {"x": (1, "length")}
+
+
+def test_a_hit_that_makes_a_request_need_more_than_the_pool_is_dropped(engine_config: Any) -> None:
+    case = Case("align", ("full", "mamba:align"), num_blocks=6)
+    first = Script("first", 1, 0, 5, 12, 1, 0)
+    second = Script("second", 1, 12, 5, 16, 1, 5)
+    assert answers(engine_config, case, first, second) == {"first": (1, "length"), "second": (1, "length")}

@@ -259,7 +259,7 @@ def test_llm(tiny_model: str, multiprocessing: str, monkeypatch: pytest.MonkeyPa
     assert found["just_fits"] == [[["length", 1, None]], [["length", 5, None]]]
     outgrown, *others = found["outgrown"]
     assert outgrown[0][:2] == ["error", 304 - 10 + 1]
-    assert "with 305 tokens it needs at least 20 KV cache blocks, and the engine has 19" in outgrown[0][2]
+    assert "with 305 tokens it needs 20 KV cache blocks at one time, and the engine has 19" in outgrown[0][2]
     assert others == [[["length", 30, None]]] * 3
     assert found["after"] == [[["length", 8, None]]]
     assert [[reason, num_tokens] for reason, num_tokens, _ in found["several"][0]] == [["error", 295]] * 2

@@ -6,12 +6,14 @@ import argparse
 import copy
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import vllm_kvplug
-from tests.glue.support import ENGINE_ARGS
+from tests.glue.support import ENGINE_ARGS, model_folder
+from tests.glue.test_features import MIXED
 from vllm_kvplug.errors import SettingsError, UnsupportedError
 from vllm_kvplug.vllm_glue.choice import CommandLineChoice, ManagerChoice, chosen
 
@@ -70,15 +72,17 @@ def test_another_parser_without_a_choice(make_parser: Any, options: list[str]) -
     assert EngineArgs.from_cli_args(namespace).additional_config == {"other": 1}
 
 
-def test_another_parsers_choice_reaches_the_engine_and_its_refusal_is_raised(tiny_model: str) -> None:
+def test_another_parsers_choice_reaches_the_engine_and_its_refusal_is_raised(tiny_model: str, tmp_path: Path) -> None:
     from vllm.engine.arg_utils import EngineArgs
 
     sizes = ["--model", tiny_model, "--block-size", "16", "--max-model-len", "256", "--skip-tokenizer-init"]
     vllm_config = EngineArgs.from_cli_args(plain_parser()([*sizes, *OPTIONS])).create_engine_config()
     assert chosen(vllm_config) == LRU
     # Not our command line: the program that parsed it decides what becomes of an error.
-    with pytest.raises(UnsupportedError, match="--kv-cache-metrics"):
-        EngineArgs.from_cli_args(plain_parser()([*sizes, *OPTIONS, "--kv-cache-metrics"])).create_engine_config()
+    sizes[1] = model_folder(tmp_path / "mixed", **MIXED)
+    ranks = ["--decode-context-parallel-size", "2", "--tensor-parallel-size", "2"]
+    with pytest.raises(UnsupportedError, match="decode context parallelism"):
+        EngineArgs.from_cli_args(plain_parser()([*sizes, *OPTIONS, *ranks])).create_engine_config()
 
 
 def test_a_namespace_that_parse_args_settled_is_settled_once_more(cli_parser: Any) -> None:

@@ -124,9 +124,10 @@ class AttentionGroup(ABC):
         """See that the request can have these hits. Changes nothing.
 
         Raises:
-            CallError: hits or external tokens for a request that cannot have them any more, or ids outside the pool.
+            CallError: hits or external tokens for a request that cannot have them any more, or blocks that no lookup of
+                this group can have found.
         """
-        self._pool.check_block_ids(hit_block_ids)
+        self._pool.check_hits(self.group_id, hit_block_ids)
         table = self.tables.get(request_id)
         if table is None:
             return

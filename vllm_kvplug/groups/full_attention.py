@@ -29,6 +29,8 @@ class FullAttentionGroup(AttentionGroup):
         # An unknown request gets an empty table and is counted from then on, as in 0.17.1.
         block_ids = self._table(request_id).block_ids
         num_requests = len(self.tables)
+        if num_requests == 1:
+            return len(block_ids)  # nobody else could hold one
         counts = self._pool.reference_counts
         num_common_blocks = 0
         for block_id in block_ids:

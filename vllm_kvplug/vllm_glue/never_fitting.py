@@ -1,18 +1,21 @@
 """The engine's part with requests that outgrow the whole pool: a warning at start, and an end with an error.
 
-A request whose next token needs more blocks than the pool has is refused for ever, and all that wait behind it with it.
-The manager tells which requests it refused while none held a block. A long request does so only in part: preempted, it
-begins again with its first chunk, which fits, and so on; that shows in the scheduler's output. Both kinds end with
-vLLM's status for requests whose KV failed to load, and the client is told as of any other end.
+A request that is refused although no other holds a block is refused for ever, and all that wait behind it with it: at
+its first step, or each time that it has come as far again (preempted, it begins anew with a first step that fits). Such
+a request ends with vLLM's status for requests whose KV failed to load, and the client is told as of any other end.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_kvplug import sizing
+from vllm_kvplug.allocation import Refusal
 from vllm_kvplug.geometry import CacheGeometry
+from vllm_kvplug.manager import CacheManager
 from vllm_kvplug.sizing import NeverFits
 from vllm_kvplug.vllm_glue import report
 from vllm_kvplug.vllm_glue.log import logger
@@ -23,10 +26,10 @@ def watch(scheduler: Any) -> None:
 
     Two methods of this one scheduler are wrapped. Every kind of step (one at a time, asynchronous, batch queue, in the
     caller's process) goes through `update_from_output` after an empty `schedule`, and sends its answer to the clients.
-    A manager that does not tell of refusals is left as it is.
+    Another manager than kvplug's is left as it is.
     """
     manager = scheduler.kv_cache_manager
-    if not callable(getattr(manager, "take_never_fitting", None)):
+    if not isinstance(manager, CacheManager):
         return
     _warn_if_pool_is_small(manager.geometry)
     if hasattr(scheduler, "update_from_output"):
@@ -51,88 +54,108 @@ def _warn_if_pool_is_small(geometry: CacheGeometry) -> None:
         )
 
 
+@dataclass
+class _Attempts:
+    """What is known of a request that was refused alone, as long as no other request is scheduled.
+
+    Attributes:
+        states: where it was refused: its tokens, those of them that needed no computing, the blocks that it needed.
+        has_fresh_cache: the prefix cache was dropped since, in case a hit is what makes it need too much.
+    """
+
+    states: set[tuple[int, int, int]] = field(default_factory=set)
+    has_fresh_cache: bool = False
+
+
 class _Watched:
-    """A scheduler's two methods, and what was refused between them."""
+    """A scheduler's two methods, and what was refused between them.
+
+    A refusal of a request that is alone does not prove that it never fits: its next attempt may begin with a longer
+    hit, or be cut into other steps. But alone, everything repeats itself: a request that is refused twice in the same
+    state runs in a circle.
+    """
 
     def __init__(self, scheduler: Any) -> None:
         # No cycle: vLLM takes the scheduler out of the garbage collector's sight.
         self._scheduler = weakref.ref(scheduler)
         self._schedule = type(scheduler).schedule
         self._update_from_output = type(scheduler).update_from_output
-        self._refused: dict[str, NeverFits] = {}
-        # By request id, its number of tokens when it was refused last.
-        self._refused_at_tokens: dict[str, int] = {}
+        self._attempts: dict[str, _Attempts] = {}
+        self._hopeless: dict[str, Refusal | NeverFits] = {}
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """Schedule, and see whether the step consisted of a request that preempted itself for lack of anybody else."""
-        scheduler: Any = self._scheduler()
+        """Schedule, and see who was refused although alone."""
+        scheduler = self._scheduler()
+        assert scheduler is not None
         output = self._schedule(scheduler, *args, **kwargs)
-        if output.preempted_req_ids and not output.num_scheduled_tokens and not scheduler.kv_cache_manager.usage:
-            self._note_refusal(scheduler, output.preempted_req_ids)
+        if self._attempts and output.num_scheduled_tokens:
+            self._forget_attempts(output.num_scheduled_tokens.keys())
+        for request_id, refusal in scheduler.kv_cache_manager.take_refused_alone().items():
+            request = scheduler.requests.get(request_id)
+            # A token that is still on its way may be the last; the refusal comes again if it is not.
+            if request is None or request.is_finished() or request.num_output_placeholders:
+                continue
+            misfit = scheduler.kv_cache_manager.never_fits(request)
+            if misfit is not None or self._runs_in_a_circle(scheduler, request, refusal):
+                self._hopeless[request_id] = misfit or refusal
         return output
 
-    def _note_refusal(self, scheduler: Any, preempted_request_ids: set[str]) -> None:
-        manager = scheduler.kv_cache_manager
-        preempted = [request for request in scheduler.waiting if request.request_id in preempted_request_ids]
-        misfits = {request.request_id: manager.never_fits(request) for request in preempted}
-        hopeless = {request_id: misfit for request_id, misfit in misfits.items() if misfit is not None}
-        if not hopeless and preempted:
-            # The one that was refused is the last preempted: all others went for its sake.
-            num_usable_blocks = manager.geometry.num_usable_blocks
-            hopeless = {preempted[0].request_id: NeverFits(num_usable_blocks + 1, num_usable_blocks)}
-        self._refused |= hopeless
+    def _forget_attempts(self, scheduled_request_ids: Collection[str]) -> None:
+        """What was seen of a request is void as soon as another one is scheduled: it changes where steps end."""
+        kept = self._attempts.keys() & scheduled_request_ids if len(scheduled_request_ids) == 1 else ()
+        self._attempts = {request_id: self._attempts[request_id] for request_id in kept}
+
+    def _runs_in_a_circle(self, scheduler: Any, request: Any, refusal: Refusal) -> bool:
+        attempts = self._attempts.setdefault(request.request_id, _Attempts())
+        state = (request.num_tokens, refusal.num_present_tokens, refusal.num_needed_blocks)
+        if state not in attempts.states:
+            attempts.states.add(state)
+            return False
+        if attempts.has_fresh_cache or scheduler.kv_cache_manager.usage:
+            return True
+        attempts.has_fresh_cache = scheduler.kv_cache_manager.reset_prefix_cache()
+        attempts.states.clear()
+        return False
 
     def update_from_output(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """Update, and tell also of the requests that end here."""
-        scheduler: Any = self._scheduler()
+        scheduler = self._scheduler()
         # First: what vLLM tells of finished requests in its answer includes these then.
-        ended = self._end_hopeless(scheduler)
+        ended = self._end_hopeless(scheduler) if self._hopeless else []
         outputs = self._update_from_output(scheduler, scheduler_output, *args, **kwargs)
         if ended:
             _tell(outputs, ended)
         return outputs
 
-    def _end_hopeless(self, scheduler: Any) -> list[tuple[Any, NeverFits]]:
-        manager = scheduler.kv_cache_manager
-        refused = self._refused | manager.take_never_fitting()
-        if not refused:
-            return []
-        self._refused = {}
-        known = self._refused_at_tokens.items()
-        self._refused_at_tokens = {one: num_tokens for one, num_tokens in known if one in scheduler.requests}
-
+    def _end_hopeless(self, scheduler: Any) -> list[tuple[Any, Refusal | NeverFits]]:
+        hopeless, self._hopeless = self._hopeless, {}
         ended = []
-        for request_id, misfit in refused.items():
+        for request_id, misfit in hopeless.items():
+            self._attempts.pop(request_id, None)
             request = scheduler.requests.get(request_id)
-            # A token that is still on its way may be the last; the refusal comes again if it is not.
-            if request is None or request.is_finished() or request.num_output_placeholders:
-                continue
-            # Where its tokens alone would fit (but not with slots for drafts, or not in chunks of this size), a second
-            # refusal decides, without a token gained since the first.
-            if manager.never_fits(request) is None and self._refused_at_tokens.get(request_id) != request.num_tokens:
-                self._refused_at_tokens[request_id] = request.num_tokens
-                continue
-            _end(scheduler, request, misfit)
-            ended.append((request, misfit))
+            if request is not None and not request.is_finished():
+                _end(scheduler, request, misfit)
+                ended.append((request, misfit))
         return ended
 
 
-def _end(scheduler: Any, request: Any, misfit: NeverFits) -> None:
+def _end(scheduler: Any, request: Any, misfit: Refusal | NeverFits) -> None:
     from vllm.v1.request import RequestStatus
 
     scheduler.finish_requests(request.request_id, RequestStatus.FINISHED_ERROR)
     logger.warning("Request %s ended with an error: %s", request.request_id, _reason(request, misfit))
 
 
-def _reason(request: Any, misfit: NeverFits) -> str:
+def _reason(request: Any, misfit: Refusal | NeverFits) -> str:
+    smaller_step = " or with smaller steps (--max-num-batched-tokens)" if isinstance(misfit, Refusal) else ""
     return (
-        f"with {request.num_tokens} tokens it needs at least {misfit.num_needed_blocks} KV cache blocks, and the "
+        f"with {request.num_tokens} tokens it needs {misfit.num_needed_blocks} KV cache blocks at one time, and the "
         f"engine has {misfit.num_usable_blocks} for all requests together; shorten it, or serve with a larger cache: "
-        f"{report.LARGER_POOL}"
+        f"{report.LARGER_POOL}{smaller_step}"
     )
 
 
-def _tell(outputs: dict[int, Any], ended: list[tuple[Any, NeverFits]]) -> None:
+def _tell(outputs: dict[int, Any], ended: list[tuple[Any, Refusal | NeverFits]]) -> None:
     """Add to the answer of a step, by client, the end of each of these requests."""
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 

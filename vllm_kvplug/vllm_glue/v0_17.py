@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+from vllm_kvplug.manager import CacheManager
 from vllm_kvplug.vllm_glue import admission, contract, hasher_seam, never_fitting, patching, registry, report
 from vllm_kvplug.vllm_glue.choice import chosen
 
@@ -28,6 +29,20 @@ def activate() -> None:
     patching.when_imported("vllm.v1.engine.async_llm", _patch_front_end)
     patching.when_imported("vllm.v1.engine.llm_engine", _patch_llm_engine)
     patching.when_imported("vllm.v1.engine.input_processor", _patch_input_processor)
+
+
+def _around_update_request_as_session(
+    original: Callable[..., None], scheduler: Any, session: Any, *args: Any, **kwargs: Any
+) -> None:
+    """A session's next input drops the last sampled token; 0.17.1 keeps a block hash that the token was part of.
+
+    The block that the input then fills would be cached under it: other requests would hit what is not theirs.
+    """
+    if isinstance(scheduler.kv_cache_manager, CacheManager):
+        num_tokens_per_hash = scheduler.kv_cache_manager.geometry.num_tokens_per_hash
+        if num_tokens_per_hash is not None:
+            del session.block_hashes[session.num_computed_tokens // num_tokens_per_hash :]
+    original(scheduler, session, *args, **kwargs)
 
 
 def _patch_scheduler_config(module: ModuleType) -> None:
@@ -55,6 +70,8 @@ class SchedulerBuilder:
         report.check_in_force(scheduler, choice)
         report.log_in_force(scheduler, choice)
         never_fitting.watch(scheduler)
+        if hasattr(self.scheduler_cls, "_update_request_as_session"):
+            patching.wrap_method(self.scheduler_cls, "_update_request_as_session", _around_update_request_as_session)
         return scheduler
 
 
