@@ -22,6 +22,8 @@ class Driver(SmallScheduler):
     def evict(self, ids_seed: int, num_ids: int) -> None:
         num_blocks = self.setup.num_blocks
         block_ids = set(random.Random(ids_seed).choices(range(num_blocks), k=num_ids))
+        if not self.setup.evicts_held:
+            block_ids &= {0, *self.pair.state["free order"]}
         num_cached = len([None for block_id in block_ids if self.pair.state["block hashes"][block_id] is not None])
         self.pair.call("evict_blocks", block_ids)
         self.counts["blocks evicted on request"] += num_cached
@@ -78,18 +80,20 @@ class Driver(SmallScheduler):
     def misuse(self, which: int, kind: int) -> None:
         state = self.pair.state
         running = self._in_phase(Phase.RUNNING)
-        admitted = [twin for twin in running if twin.request_id in state["cached counts"]]
+        admitted = [twin for twin in running if self.pair.is_admitted(twin.request_id)]
+        # With several groups or windows upstream has changed something before it refuses.
+        is_simple = len(self.setup.groups) == 1 and self.setup.groups[0].is_full
         others = [twin for twin in running if twin not in admitted]
         if kind == 0:
             self.pair.call("evict_blocks", {self.setup.num_blocks + which})
         elif kind == 1 and running:
             self.pair.call("allocate_slots", running[which % len(running)], 0)
-        elif kind == 2 and admitted:
+        elif kind == 2 and admitted and is_simple:
             # Hits for a request that had its turn.
             twin = admitted[which % len(admitted)]
             blocks = self.pair.call("get_blocks", twin.request_id)
-            self.pair.call("allocate_slots", twin, 1, self.setup.block_size, blocks)
-        elif kind == 3 and others and state["free order"]:
+            self.pair.call("allocate_slots", twin, 1, self.setup.block_tokens[0], blocks)
+        elif kind == 3 and others and state["free order"] and is_simple:
             # A lookup's answer, even without a hit, for a request that got its blocks without one.
             twin = others[which % len(others)]
             self.pair.call("allocate_slots", twin, 1, new_computed_blocks=self._no_hits(FRESH_EMPTY))

@@ -1,20 +1,22 @@
 """Deliberate mistakes in our modules. Each must be found by lockstep, else lockstep proves nothing about that rule.
 
-A list, and so longer than other files. `mutation.py` says how one is applied.
+These are about what all groups share; `mistakes_groups.py` has those about one kind of group, and about several groups
+together. A list, and so longer than other files. `mutation.py` says how one is applied.
 """
 
 from __future__ import annotations
 
+from tests.lockstep.mistakes_groups import BY_GROUP
 from tests.lockstep.mutation import Edit, mistake
 
-# "Keeping the exact order": the rules that one group of full attention has. (max_model_len as the cap of computed
+# "Keeping the exact order": the rules that one group of full attention has. (There max_model_len as the cap of computed
 # tokens shows in no answer there: slots and cached tokens have caps of their own.)
 ORDER = (
     mistake(
         "free gives back the last block first",
         "groups.base.AttentionGroup.free",
-        "table.block_ids[::-1]",
-        "table.block_ids",
+        "self._pool.release(block_ids[::-1])",
+        "self._pool.release(block_ids)",
     ),
     mistake(
         "only blocks that nobody holds any more become free",
@@ -24,26 +26,26 @@ ORDER = (
     ),
     mistake(
         "freed blocks are reused in the order in which they were freed",
-        "eviction.lru.LRUEviction.pop",
+        "eviction.lru.LRUEviction._pop_ordinary",
         "popleft = self._freed.popleft",
         "popleft = self._freed.pop",
     ),
     mistake(
         "a block that was hit and freed again goes by its last freeing",
-        "eviction.lru.LRUEviction.pop",
+        "eviction.lru.LRUEviction._pop_ordinary",
         "if block_id not in self._num_stale:",
         "if block_id in self._num_stale and self._freed.count(block_id) or block_id not in self._num_stale:",
     ),
     mistake(
         "blocks that were never used come before freed ones",
-        "eviction.lru.LRUEviction.pop",
+        "eviction.lru.LRUEviction._pop_ordinary",
         "first + num_blocks",
         "first + max(num_blocks - self._num_freed, 0)",
     ),
     mistake(
         "the capacity check counts hit blocks that are free",
-        "groups.base.AttentionGroup.plan",
-        "num_free_hit_blocks=self._pool.num_free_among(hit_block_ids)",
+        "groups.base.AttentionGroup._plan_admission",
+        "num_free_hit_blocks=self._pool.num_free_among(kept_block_ids)",
         "num_free_hit_blocks=0",
     ),
     mistake(
@@ -64,9 +66,10 @@ ORDER = (
         "self._pool.acquire(plan.hit_block_ids)",
         "pass",
         Edit(
-            "groups.base.AttentionGroup.extend",
-            "self._table(request_id).block_ids += block_ids",
-            "self._table(request_id).block_ids += block_ids; self._pool.acquire(plan.hit_block_ids)",
+            "groups.base.AttentionGroup.take_new",
+            "return self._take(self._table(request_id), plan.num_new_blocks)",
+            "new = self._take(self._table(request_id), plan.num_new_blocks); "
+            "self._pool.acquire(plan.hit_block_ids); return new",
         ),
     ),
     mistake(
@@ -103,7 +106,7 @@ ORDER = (
         "a freed block without a hash takes its place in the order",
         "block_pool.BlockPool.release",
         "self.free_blocks.push(freed)",
-        "self.free_blocks.push(sorted(freed, key=lambda block_id: self.block_hashes[block_id] is not None))",
+        "self.free_blocks.push(sorted(freed, key=lambda block_id: self.block_hashes[block_id] is None))",
     ),
     mistake(
         "running means that there is a cached count, not that it is above zero",
@@ -119,7 +122,7 @@ ORDER = (
     ),
     mistake(
         "caching stops at request.num_tokens, drafts are not cached",
-        "manager.CacheManager._serve",
+        "manager.CacheManager.allocate_slots",
         "min(demand.num_tokens_after_step, request.num_tokens)",
         "demand.num_tokens_after_step",
     ),
@@ -138,8 +141,8 @@ ORDER = (
     mistake(
         "the null block does not count in usage",
         "block_pool.BlockPool.usage",
-        "num_usable_blocks = self.num_blocks - 1",
-        "num_usable_blocks = self.num_blocks",
+        "num_usable_blocks = self.num_usable_blocks",
+        "num_usable_blocks = self.num_usable_blocks + 1",
     ),
     mistake(
         "events keep the order of what happened",
@@ -171,7 +174,7 @@ BY_MODULE = (
     ),
     mistake(
         "evict_blocks reaches blocks in use",
-        "block_pool.BlockPool.evict",
+        "block_pool.BlockPool.forget",
         "if self.block_hashes[block_id] is not None:",
         "if self.block_hashes[block_id] is not None and not self.reference_counts[block_id]:",
     ),
@@ -224,12 +227,6 @@ BY_MODULE = (
         "",
     ),
     mistake(
-        "with eagle the last hit block is computed again",
-        "coordinator.Coordinator.match",
-        "if self._use_eagle and block_ids:",
-        "if False:",
-    ),
-    mistake(
         "without caching there is no common prefix",
         "coordinator.Coordinator.num_common_prefix_blocks",
         "if not self._enable_caching:",
@@ -250,8 +247,8 @@ BY_MODULE = (
     mistake(
         "delayed caching is not done at once",
         "manager.CacheManager.allocate_slots",
-        "self.enable_caching and not delay_cache_blocks",
-        "self.enable_caching",
+        "if not self.enable_caching or delay_cache_blocks:",
+        "if not self.enable_caching:",
     ),
     mistake(
         "the decode shortcut counts lookahead tokens",
@@ -262,7 +259,7 @@ BY_MODULE = (
     mistake(
         "the decode shortcut's limit goes when a request is freed",
         "manager.CacheManager.free",
-        "self._quiet_limits_tokens.pop(request.request_id, None)",
+        "self._quiet_limits_tokens.pop(request_id, None)",
         "pass",
     ),
     mistake(
@@ -280,20 +277,21 @@ BY_MODULE = (
     mistake(
         "the decode shortcut stops where a block becomes full",
         "groups.base.AttentionGroup.quiet_limit_tokens",
-        "* num_tokens_per_block - 1",
-        "* num_tokens_per_block",
+        "* self.num_tokens_per_block - 1",
+        "* self.num_tokens_per_block",
     ),
     mistake(
         "the decode shortcut stops at the last slot",
-        "groups.base.AttentionGroup.quiet_limit_tokens",
-        "len(table.block_ids) * num_tokens_per_block",
-        "len(table.block_ids) * num_tokens_per_block + 1",
+        "groups.base.AttentionGroup._capacity_tokens",
+        "len(table.block_ids) * self.num_tokens_per_block",
+        "len(table.block_ids) * self.num_tokens_per_block + 1",
     ),
     mistake(
         "blocks for external tokens are not answered as new",
-        "groups.base.AttentionGroup.extend",
-        "block_ids[plan.num_external_blocks :] if plan.num_external_blocks else block_ids",
-        "block_ids",
+        "groups.base.AttentionGroup.take_new",
+        "return self._take(self._table(request_id), plan.num_new_blocks)",
+        "table = self._table(request_id); num_known_blocks = len(table.block_ids) - plan.num_external_blocks; "
+        "self._take(table, plan.num_new_blocks); return table.block_ids[num_known_blocks:]",
     ),
     mistake(
         "hits are cached already",
@@ -303,15 +301,15 @@ BY_MODULE = (
     ),
     mistake(
         "a lookup's answer comes before the first block",
-        "groups.base.AttentionGroup.plan",
-        "if is_admission and num_held_blocks and not is_admitted:",
+        "groups.base.AttentionGroup.check_admission",
+        "if is_admission and num_held_blocks and not table.is_admitted:",
         "if False:",
     ),
     mistake(
         "only whole blocks hit",
-        "groups.full_attention.FullAttentionGroup.match",
-        "max_num_tokens // self.num_tokens_per_block",
-        "-(-max_num_tokens // self.num_tokens_per_block)",
+        "coordinator.Coordinator._max_hit_tokens",
+        "max_num_tokens // group.num_tokens_per_block",
+        "-(-max_num_tokens // group.num_tokens_per_block)",
     ),
     mistake(
         "a block in the common prefix is held by all requests",
@@ -327,7 +325,7 @@ BY_MODULE = (
     ),
     mistake(
         "MLA blocks are not reported for zeroing",
-        "vllm_glue.manager.geometry_of",
+        "vllm_glue.geometry.group_geometry_of",
         "reports_new_blocks=kind is AttentionKind.FULL",
         "reports_new_blocks=True",
     ),
@@ -346,8 +344,8 @@ BY_MODULE = (
     mistake(
         "BlockStored names the block before its first as the parent",
         "vllm_glue.observers.EventObserver.on_cache",
-        "request.block_hashes[first_block - 1]",
-        "request.block_hashes[first_block]",
+        "block_hashes[first_block - 1]",
+        "block_hashes[first_block]",
     ),
     mistake(
         "BlockStored carries the tokens of its blocks alone",
@@ -369,7 +367,7 @@ BY_MODULE = (
     ),
     mistake(
         "preempted requests have statistics of their own",
-        "vllm_glue.observers.StatsObserver.on_lookup",
+        "vllm_glue.observers.StatsObserver.on_admit",
         "request.num_preemptions > 0",
         "False",
     ),
@@ -379,6 +377,117 @@ BY_MODULE = (
         ".reset = True",
         ".reset = False",
     ),
+    # Where 0.17.1 is wrong (faults.md)
+    mistake(
+        "statistics count a lookup when it is admitted (F10)",
+        "manager.CacheManager.get_computed_blocks",
+        "self._hits_to_report_tokens[request.request_id] = num_hit_tokens",
+        "[notify(request, num_hit_tokens) for notify in self._observers.on_admit]",
+    ),
+    mistake(
+        "statistics forget a lookup whose request goes (F10)",
+        "manager.CacheManager.free",
+        "self._hits_to_report_tokens.pop(request_id, None)",
+        "[notify(request, hit) for hit in [self._hits_to_report_tokens.pop(request_id, None)] if hit is not None "
+        "for notify in self._observers.on_admit]",
+    ),
+    mistake(
+        "BlockRemoved is sent with the last copy only (F13)",
+        "vllm_glue.observers.EventObserver.on_evict",
+        "if is_last_copy:",
+        "if True:",
+    ),
+    mistake(
+        "BlockRemoved is sent with the last copy (F13)",
+        "prefix_index.PrefixIndex.remove",
+        "return False",
+        "return True",
+    ),
+    mistake(
+        "a new block is named once (F14)",
+        "groups.base.AttentionGroup.take_unreported_block_ids",
+        "self._unreported_block_ids, {}",
+        "self._unreported_block_ids, dict(self._unreported_block_ids)",
+    ),
+    mistake(
+        "a new block is named once over all groups (F14)",
+        "coordinator.Coordinator.take_unreported_block_ids",
+        "list(dict.fromkeys(taken))",
+        "list(taken)",
+    ),
+    mistake(
+        "an adapter's key has its path (F5)",
+        "hashing._adapter_keys",
+        '((texts["lora"], name, path),)',
+        "(name,)",
+    ),
+    mistake(
+        "an image is in the keys of the blocks that it overlaps (F4)",
+        "hashing._Images.of",
+        "[start + max(1, feature.mm_position.length)",
+        "[start + 1 + feature.mm_position.length",
+    ),
 )
 
-MISTAKES = ORDER + BY_MODULE
+# F15: what evict_blocks does to who holds a block that it names.
+FAILED_LOADS = tuple(
+    one.tried_where(lambda setup: setup.evicts_held and setup.enable_caching)
+    for one in (
+        mistake(
+            "who holds a failed block publishes nothing more (F15)",
+            "manager.CacheManager.evict_blocks",
+            "self._coordinator.stop_publishing(block_ids)",
+            "pass",
+        ),
+        mistake(
+            "what was published after a failed block leaves the index (F15)",
+            "groups.base.AttentionGroup.stop_publishing",
+            "self._pool.forget(table.block_ids[position : table.num_cached_blocks])",
+            "pass",
+        ),
+        mistake(
+            "nothing is published from the failed block on (F15)",
+            "groups.base.AttentionGroup.cache_full_blocks",
+            "if table.first_unpublished is not None:",
+            "if False:",
+        ),
+        mistake(
+            "the blocks before a failed one may be published (F15)",
+            "groups.base.AttentionGroup.cache_full_blocks",
+            "end_block = min(end_block, table.first_unpublished)",
+            "end_block = first_block",
+        ),
+        mistake(
+            "of two failed blocks the first counts (F15)",
+            "groups.base.AttentionGroup.stop_publishing",
+            "if table.first_unpublished is None or position < table.first_unpublished:",
+            "if table.first_unpublished is None:",
+        ),
+        mistake(
+            "blocks that nobody can hit any more are reused first (F15)",
+            "groups.base.AttentionGroup.free",
+            ", is_worthless=True",
+            "",
+        ),
+        mistake(
+            "blocks before a failed one are not reused first (F15)",
+            "groups.base.AttentionGroup.free",
+            "self._pool.release(block_ids[: table.first_unpublished][::-1])",
+            "self._pool.release(block_ids[: table.first_unpublished][::-1], is_worthless=True)",
+        ),
+        mistake(
+            "worthless blocks are handed out before all others (F15)",
+            "eviction.lru.LRUEviction.pop",
+            "return popped + self._pop_ordinary(num_blocks - num_worthless)",
+            "return self._pop_ordinary(num_blocks - num_worthless) + popped",
+        ),
+        mistake(
+            "worthless blocks keep the order in which they were freed (F15)",
+            "eviction.lru.LRUEviction.push_first",
+            "self._worthless.extendleft(reversed(block_ids))",
+            "self._worthless.extendleft(block_ids)",
+        ),
+    )
+)
+
+MISTAKES = (*ORDER, *BY_MODULE, *FAILED_LOADS, *BY_GROUP)

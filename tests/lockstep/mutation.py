@@ -13,10 +13,12 @@ import importlib
 import inspect
 import sys
 import textwrap
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
+
+from tests.lockstep.trace import Setup
 
 
 class MistakeDoesNotFit(Exception):
@@ -34,7 +36,7 @@ class Edit:
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
         owner, name, value = self._find()
-        edited = self._edited(value)
+        edited = self._edited(owner, value)
         with contextlib.ExitStack() as stack:
             for holder in _holders(owner, name, value):
                 stack.enter_context(mock.patch.object(holder, name, edited))
@@ -55,18 +57,22 @@ class Edit:
         except (AttributeError, KeyError) as error:
             raise MistakeDoesNotFit(f"{self.place}: not found") from error
 
-    def _edited(self, value: Any) -> Any:
-        function: Any = value.fget if isinstance(value, property) else value
+    def _edited(self, owner: Any, value: Any) -> Any:
+        function: Any = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
         source = textwrap.dedent(inspect.getsource(function))
         if source.count(self.old) != 1:
             raise MistakeDoesNotFit(f"{self.place}: expected {self.old!r} once, found {source.count(self.old)} times")
+        # Within a function of a parameter so named, super() finds its class.
+        body = textwrap.indent(source.replace(self.old, self.new), "    ")
+        text = f"def make(__class__):\n{body}\n    return {function.__name__}"
         flags = __future__.annotations.compiler_flag
-        code = compile(
-            source.replace(self.old, self.new), f"<mistake in {self.place}>", "exec", flags, dont_inherit=True
-        )
         namespace: dict[str, Any] = {}
-        exec(code, function.__globals__, namespace)
-        return namespace[function.__name__]
+        exec(
+            compile(text, f"<mistake in {self.place}>", "exec", flags, dont_inherit=True),
+            function.__globals__,
+            namespace,
+        )
+        return namespace["make"](owner)
 
 
 def _holders(owner: Any, name: str, value: Any) -> list[Any]:
@@ -84,10 +90,16 @@ class Mistake:
     Attributes:
         rule: what must hold, and does not while the mistake is applied.
         edits: the replacements; the first names the module.
+        needs: which setups it is tried on: those in which it could show.
     """
 
     rule: str
     edits: tuple[Edit, ...]
+    needs: Callable[[Setup], bool] = lambda setup: True
+
+    def tried_where(self, needs: Callable[[Setup], bool]) -> Mistake:
+        """The same mistake, on other setups."""
+        return replace(self, needs=needs)
 
     @property
     def module(self) -> str:

@@ -6,10 +6,10 @@ import pytest
 
 # Name -> (default, help). On the command line `--lockstep-NAME`.
 OPTIONS = {
-    "seeds": (1000, "how many seeds to run"),
+    "seeds": (2000, "how many seeds to run"),
     "steps": (150, "operations for each seed"),
     "first-seed": (0, "the first seed"),
-    "mistake-seeds": (60, "seeds for each deliberate mistake"),
+    "mistake-seeds": (150, "seeds to try for each deliberate mistake until one finds it"),
 }
 
 

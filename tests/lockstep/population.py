@@ -26,6 +26,24 @@ class Population:
         self._alive: list[Twin] = []
         self._finished: list[Twin] = []
         self._num_created = 0
+        self._count_setup()
+
+    def _count_setup(self) -> None:
+        setup = self.setup
+        specs = set(setup.groups)
+        happened = {
+            f"{len(setup.groups)} groups": True,
+            "mixed block sizes": len(set(setup.block_tokens)) > 1,
+            "hashes finer than all blocks": min(setup.block_tokens, default=0) > setup.mix.hash_block_size,
+            "context parallel": setup.num_ranks > 1,
+            "prefix caching off": not setup.enable_caching,
+            "equal groups among others": 1 < len(specs) < len(setup.groups),
+            "eagle, several groups": setup.use_eagle and setup.enable_caching and len(specs) > 1,
+            "connector, several groups": setup.has_connector and len(setup.groups) > 1,
+            "speculative blocks": any(group.num_speculative_blocks for group in setup.groups),
+            **{f"group: {group.name}": True for group in setup.groups},
+        }
+        self.counts.update({f"setups: {name}": int(does) for name, does in happened.items()})
 
     def new(
         self,
@@ -37,27 +55,31 @@ class Population:
         lora: int,
         image: int,
         skips_reading: int,
+        num_encoder_tokens: int,
     ) -> None:
         end = max(num_shared_tokens + num_own_tokens, 1)
         prompt = text(family, 0, 0, num_shared_tokens) + text(family, own_seed, num_shared_tokens, end)
-        self._create(family, prompt, {"salt": salt, "lora": lora, "image": image, "skips_reading": skips_reading})
+        options = {"salt": salt, "lora": lora, "image": image, "skips_reading": skips_reading}
+        self._create(family, prompt, num_encoder_tokens, options)
 
     def copy(self, which: int) -> None:
         """A new request that asks the same as another, whatever has become of that."""
         twins = [*self._alive, *self._finished]
         if twins:
             twin = twins[which % len(twins)]
-            self._create(twin.family, twin.prompt, twin.options)
+            self._create(twin.family, twin.prompt, twin.num_encoder_tokens, twin.options)
 
-    def _create(self, family: int, prompt: list[int], options: dict[str, int]) -> None:
+    def _create(self, family: int, prompt: list[int], num_encoder_tokens: int, options: dict[str, int]) -> Twin | None:
         if len(self._alive) >= _MAX_ALIVE:
-            return
-        self._alive.append(Twin(f"r{self._num_created}", family, prompt, self.setup.block_size, options))
+            return None
+        name, num_tokens_per_hash = f"r{self._num_created}", self.setup.mix.hash_block_size
+        self._alive.append(Twin(name, family, prompt, num_tokens_per_hash, num_encoder_tokens, options))
         self._num_created += 1
         self.counts["salted requests"] += bool(options["salt"])
         self.counts["LoRA requests"] += bool(options["lora"])
         self.counts["image requests"] += bool(options["image"])
         self.counts["requests that skip reading"] += bool(options["skips_reading"])
+        return self._alive[-1]
 
     # For the operations
 

@@ -8,13 +8,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tests.lockstep.compare import Mismatch
+from tests.lockstep.deviations import TRIGGERS
 from tests.lockstep.driver import Driver
 from tests.lockstep.trace import Op, Setup, draw_trace
 
-# What the summary shows, and what a run must have seen at least once to prove anything.
-MUST_HAPPEN = (
-    "calls",
+# What a run must have seen at least once to prove anything, and what the summary shows.
+TRAFFIC = (
     "steps",
+    "calls",
+    "calls compared with upstream as it is",
     "lookups",
     "hits",
     "evictions",
@@ -34,6 +36,7 @@ MUST_HAPPEN = (
     "rejected drafts",
     "sessions continued",
     "external tokens at once",
+    "external tokens behind hits",
     "external tokens later",
     "common prefixes",
     "events",
@@ -43,8 +46,36 @@ MUST_HAPPEN = (
     "requests that skip reading",
     "requests that reached max_model_len",
     "refused misuses",
-    "block ids named once",  # a deviation: see docs/deviations.md
 )
+GROUPS = (
+    "sliding: blocks left behind",
+    "chunked: blocks left behind",
+    "mamba none: blocks left behind",
+    "mamba all: blocks left behind",
+    "mamba align: blocks left behind",
+    "mamba align: speculative blocks moved on",
+    "mamba: defers",
+    "cross: encoder allocations",
+    "hits with skipped blocks",
+    "hits shortened by another group",
+    "hits with eagle",
+    *(f"hits: {name}" for name in ("full", "mla", "sink", "sliding", "chunked", "mamba all", "mamba align")),
+)
+SETUPS = (
+    *(f"setups: {num_groups} groups" for num_groups in range(5)),
+    *(f"setups: group: {name}" for name in ("full", "mla", "sink", "sliding", "chunked", "cross")),
+    *(f"setups: group: mamba {mode}" for mode in ("none", "all", "align")),
+    "setups: speculative blocks",
+    "setups: mixed block sizes",
+    "setups: hashes finer than all blocks",
+    "setups: equal groups among others",
+    "setups: eagle, several groups",
+    "setups: connector, several groups",
+    "setups: context parallel",
+    "setups: prefix caching off",
+)
+EXCUSED = tuple(f"excused {deviation_id}" for deviation_id in TRIGGERS)
+MUST_HAPPEN = (*TRAFFIC, *GROUPS, *SETUPS, *EXCUSED)
 
 
 @dataclass

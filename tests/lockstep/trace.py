@@ -6,9 +6,13 @@ trace is a trace, which is what shrinking needs.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+
+from tests.lockstep.mixes import GroupSetup, Mix, draw_mix
 
 
 @dataclass(frozen=True)
@@ -16,19 +20,20 @@ class Setup:
     """How both managers are built, and the habits of the traffic.
 
     Attributes:
-        num_blocks: null block included.
+        mix: the KV cache groups.
+        num_blocks: null block and sinks included.
         takes_each_call: events, statistics and new block ids are taken after every call, else as the trace says.
         async_scheduling: outputs arrive a step late and `cache_blocks` follows, as with vLLM's AsyncScheduler.
         has_connector: some tokens come from outside, at once or later.
         num_draft_tokens: drafts proposed for each decode step.
         num_lookahead_tokens: slots asked for beyond the step.
         num_families: prompts of one family share their beginning.
+        evicts_held: `evict` names blocks that requests hold, too.
     """
 
-    block_size: int
+    mix: Mix
     num_blocks: int
     max_model_len: int
-    is_mla: bool
     enable_caching: bool
     use_eagle: bool
     log_stats: bool
@@ -39,9 +44,52 @@ class Setup:
     num_draft_tokens: int
     num_lookahead_tokens: int
     num_families: int
+    evicts_held: bool
 
     def __str__(self) -> str:
         return "Setup(" + ", ".join(f"{field.name}={getattr(self, field.name)}" for field in fields(self)) + ")"
+
+    @property
+    def groups(self) -> tuple[GroupSetup, ...]:
+        return self.mix.groups
+
+    @property
+    def num_ranks(self) -> int:
+        """Context parallel ranks: a block holds so many times the tokens of its spec."""
+        return self.mix.dcp * self.mix.pcp
+
+    @cached_property
+    def block_tokens(self) -> tuple[int, ...]:
+        """By group, the tokens of a block on all ranks together."""
+        return tuple(group.block_size * self.num_ranks for group in self.groups)
+
+    @cached_property
+    def hit_step_tokens(self) -> int:
+        """Hits are multiples of this: whole blocks of every group."""
+        return math.lcm(*self.block_tokens)
+
+    @cached_property
+    def num_reserved_blocks(self) -> int:
+        return 1 + sum(group.num_sink_blocks for group in self.groups)
+
+    @cached_property
+    def aligned_block_tokens(self) -> int:
+        """Where the scheduler ends prompt steps for Mamba's align mode; 0: anywhere."""
+        sizes = [group.block_size for group in self.groups if group.is_aligned]
+        return sizes[0] if sizes and self.enable_caching else 0
+
+    @cached_property
+    def pool_tokens(self) -> int:
+        """About the tokens that the pool holds, were all groups full attention."""
+        cost = sum(1 / size for size in self.block_tokens) or 1.0
+        return max(int((self.num_blocks - self.num_reserved_blocks) / cost), 2)
+
+    @cached_property
+    def unit_tokens(self) -> int:
+        """What prompts are measured in: the hit step, or a large block where the pool holds only few hit steps."""
+        if 2 * self.hit_step_tokens <= self.pool_tokens or not self.groups:
+            return self.hit_step_tokens
+        return max(self.block_tokens)
 
 
 class Op:
@@ -59,27 +107,34 @@ class Op:
 
 def draw_setup(rng: random.Random) -> Setup:
     """Small pools are the common case: there refusals, evictions and preemptions happen all the time."""
-    block_size = rng.choice([1, 2, 2, 3, 4, 4, 4, 5, 8, 16, 16, 32, 64, rng.randint(1, 64)])
+    enable_caching = rng.random() < 0.8
+    use_eagle = rng.random() < 0.25
+    num_draft_tokens = rng.choice([0, 0, 1, 2, 3, rng.randint(4, 16)])
+    mix = draw_mix(rng, enable_caching=enable_caching, use_eagle=use_eagle, num_draft_tokens=num_draft_tokens)
     num_blocks = rng.choice([rng.randint(2, 6), rng.randint(5, 16), rng.randint(5, 16), rng.randint(12, 40)])
-    usable_tokens = (num_blocks - 1) * block_size
-    num_draft_tokens = rng.choice([0, 0, 1, 3, block_size])
-    return Setup(
-        block_size=block_size,
+    num_blocks = min(num_blocks * (1 + len(mix.groups)) // 2, 60)
+    num_blocks += sum(group.num_sink_blocks + group.num_speculative_blocks for group in mix.groups)
+    setup = Setup(
+        mix=mix,
         num_blocks=num_blocks,
-        # At times more than the pool holds, at times so little that requests run into it.
-        max_model_len=max(3, rng.choice([rng.randint(2, usable_tokens + 1), usable_tokens, 2 * usable_tokens])),
-        is_mla=rng.random() < 0.25,
-        enable_caching=rng.random() < 0.8,
-        use_eagle=rng.random() < 0.25,
+        max_model_len=3,
+        enable_caching=enable_caching,
+        use_eagle=use_eagle,
         log_stats=rng.random() < 0.7,
         enable_kv_cache_events=rng.random() < 0.7,
         takes_each_call=rng.random() < 0.5,
         async_scheduling=rng.random() < 0.35,
-        has_connector=rng.random() < 0.3,
+        # Upstream's scheduler refuses external tokens where Mamba's states are aligned.
+        has_connector=rng.random() < 0.4 and not any(group.is_aligned for group in mix.groups),
         num_draft_tokens=num_draft_tokens,
         num_lookahead_tokens=rng.choice([0, num_draft_tokens, rng.randint(1, 4)]),
         num_families=rng.randint(1, 4),
+        evicts_held=rng.random() < 0.3,
     )
+    usable_tokens = setup.pool_tokens
+    # At times more than the pool holds, at times so little that requests run into it.
+    max_model_len = rng.choice([rng.randint(2, usable_tokens + 1), usable_tokens, 2 * usable_tokens])
+    return replace(setup, max_model_len=max(3, max_model_len))
 
 
 # How a call of allocate_slots says that there are no hits: with the manager's shared empty answer, with an empty answer
@@ -99,11 +154,12 @@ def _nothing(rng: random.Random, setup: Setup) -> dict[str, int]:
 
 
 def _draw_new(rng: random.Random, setup: Setup) -> dict[str, int]:
-    block_size = setup.block_size
-    most_tokens = min(setup.max_model_len - 1, setup.num_blocks * block_size)
-    num_shared_blocks = rng.randint(min(rng.randint(0, 2), setup.num_blocks // 2), max(1, setup.num_blocks // 2))
-    num_shared_tokens = num_shared_blocks * block_size + rng.choice([0, 0, 0, 1, rng.randrange(block_size)])
-    num_own_tokens = rng.choice([0, 1, rng.randint(0, block_size), rng.randint(0, 3 * block_size)])
+    unit = setup.unit_tokens
+    most_tokens = min(setup.max_model_len - 1, setup.pool_tokens + setup.hit_step_tokens)
+    most_units = max(1, setup.pool_tokens // (2 * unit))
+    num_shared_units = rng.randint(min(rng.randint(0, 2), most_units), most_units)
+    num_shared_tokens = num_shared_units * unit + rng.choice([0, 0, 0, 1, rng.randrange(unit)])
+    num_own_tokens = rng.choice([0, 1, rng.randint(0, unit), rng.randint(0, 3 * unit)])
     num_shared_tokens = min(num_shared_tokens, most_tokens)
     return {
         "family": rng.randrange(setup.num_families),
@@ -114,6 +170,7 @@ def _draw_new(rng: random.Random, setup: Setup) -> dict[str, int]:
         "lora": rng.choice([0, 0, 0, 0, 0, 0, 1, 2]),
         "image": rng.choice([0, 0, 0, 0, 0, 0, 0, 1, 2]),
         "skips_reading": int(rng.random() < 0.08),
+        "num_encoder_tokens": rng.choice([0, 1, unit, rng.randint(1, 2 * unit)]),
     }
 
 
@@ -122,14 +179,15 @@ def _draw_admit(rng: random.Random, setup: Setup) -> dict[str, int]:
         "which": rng.randrange(12),
         "chunk_tokens": _draw_chunk(rng, setup),
         # 0: nothing from outside; odd: it comes at once; even: later.
-        "external": rng.choice([0, 0, 1, 2]) if setup.has_connector else 0,
-        "num_external_tokens": rng.choice([setup.block_size, rng.randint(1, 4 * setup.block_size), 10**6]),
+        "external": rng.choice([0, 1, 1, 2]) if setup.has_connector else 0,
+        "num_external_tokens": rng.choice([setup.unit_tokens, rng.randint(1, 4 * setup.unit_tokens), 10**6]),
         "no_hits_as": rng.choice([SHARED_EMPTY, SHARED_EMPTY, FRESH_EMPTY, NO_ANSWER]),
     }
 
 
 def _draw_chunk(rng: random.Random, setup: Setup) -> int:
-    return rng.choice([10**6, 10**6, setup.block_size, rng.randint(1, 3 * setup.block_size)])
+    unit = setup.unit_tokens
+    return rng.choice([10**6, 10**6, unit, 2 * unit, rng.randint(1, 3 * unit)])
 
 
 def _draw_step(rng: random.Random, setup: Setup) -> dict[str, int]:
@@ -146,13 +204,15 @@ def _draw_output(rng: random.Random, setup: Setup) -> dict[str, int]:
         "which": rng.randrange(12),
         "num_accepted_tokens": rng.choice([0, rng.randint(0, max(setup.num_draft_tokens, 1)), 10**6]),
         "own_seed": rng.choice([0, 0, 1, rng.randint(2, 9)]),
+        # A proposer may have nothing to propose, or little.
+        "num_next_drafts": rng.choice([10**6, 10**6, 0, rng.randint(0, max(setup.num_draft_tokens, 1))]),
     }
 
 
 def _draw_decode(rng: random.Random, setup: Setup) -> dict[str, int]:
     return {
         **_draw_output(rng, setup),
-        "num_steps": rng.randint(2, min(2 * setup.block_size, 8)) if setup.block_size > 1 else 2,
+        "num_steps": rng.randint(2, min(2 * setup.unit_tokens, 8)) if setup.unit_tokens > 1 else 2,
     }
 
 
@@ -161,16 +221,27 @@ _OPS: dict[str, tuple[float, _Draw]] = {
     "copy": (5, _which),
     "admit": (20, _draw_admit),
     "admit_together": (4, lambda rng, setup: {**_draw_admit(rng, setup), "num_requests": rng.randint(2, 4)}),
+    "come_back": (
+        3,
+        lambda rng, setup: {
+            **_draw_admit(rng, setup),
+            "num_more_tokens": rng.randint(1, 3 * setup.unit_tokens),
+            "flood_percent": rng.choice([0, rng.randint(70, 105), rng.randint(90, 100)]),
+        },
+    ),
     "step": (16, _draw_step),
     "output": (16, _draw_output),
     "decode": (5, _draw_decode),
     "lookup": (3, _which),
-    "cache": (1.5, lambda rng, setup: {"which": rng.randrange(12), "num_tokens": rng.randint(0, 6 * setup.block_size)}),
+    "cache": (
+        1.5,
+        lambda rng, setup: {"which": rng.randrange(12), "num_tokens": rng.randint(0, 6 * setup.unit_tokens)},
+    ),
     "session": (
         2,
         lambda rng, setup: {
             "which": rng.randrange(12),
-            "num_tokens": rng.randint(1, 3 * setup.block_size),
+            "num_tokens": rng.randint(1, 3 * setup.unit_tokens),
             "own_seed": rng.randrange(3),
         },
     ),
@@ -186,7 +257,7 @@ _OPS: dict[str, tuple[float, _Draw]] = {
     ),
     "load_failed": (
         1,
-        lambda rng, setup: {"which": rng.randrange(12), "block": rng.randrange(8), "evicts": rng.randrange(2)},
+        lambda rng, setup: {"which": rng.randrange(12), "block": rng.randrange(8), "evicts": rng.randrange(3)},
     ),
     "evict": (2.5, lambda rng, setup: {"ids_seed": rng.randrange(10**6), "num_ids": rng.randint(1, 4)}),
     "reset": (1.2, _nothing),
@@ -197,7 +268,7 @@ _OPS: dict[str, tuple[float, _Draw]] = {
     "take_events": (2, _nothing),
     "take_stats": (2, _nothing),
     "read_blocks": (3, _which),
-    "new_step": (1, _nothing),
+    "new_step": (5, _nothing),
     "remove_skipped": (1, _which),
     "free_again": (0.7, _which),
     "misuse": (1.2, lambda rng, setup: {"which": rng.randrange(12), "kind": rng.randrange(4)}),
@@ -208,6 +279,8 @@ def draw_ops(rng: random.Random, setup: Setup, num_ops: int) -> list[Op]:
     """Operations in random order; each seed has its own likings, so that some traces go where the average does not."""
     names = list(_OPS)
     weights = [weight * rng.choice([0.3, 1, 1, 1, 3]) for weight, _ in _OPS.values()]
+    if setup.has_connector:
+        weights[names.index("come_back")] *= 4  # hits, and tokens from outside behind them
     return [Op(name, **_OPS[name][1](rng, setup)) for name in rng.choices(names, weights, k=num_ops)]
 
 

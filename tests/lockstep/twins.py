@@ -42,13 +42,22 @@ class Twin(Both):
         family, prompt, options: what it was made from.
         in_flight: for each step whose output has not arrived, how many drafts it verifies; oldest first.
         num_external_tokens: tokens that came or come from outside.
+        num_loading_tokens: with those on their way, so many tokens will be there.
+        num_encoder_tokens: of its encoder.
+        has_encoder: its encoder's tokens were allocated.
         num_refusals: how often it was refused slots since it last had some.
     """
 
     def __init__(
-        self, request_id: str, family: int, prompt: list[int], block_size: int, options: dict[str, int]
+        self,
+        request_id: str,
+        family: int,
+        prompt: list[int],
+        num_tokens_per_hash: int,
+        num_encoder_tokens: int,
+        options: dict[str, int],
     ) -> None:
-        hasher = get_request_block_hasher(block_size, sha256)
+        hasher = get_request_block_hasher(num_tokens_per_hash, sha256)
         super().__init__(
             *(
                 Request(
@@ -69,6 +78,9 @@ class Twin(Both):
         self.phase = Phase.WAITING
         self.in_flight: list[int] = []
         self.num_external_tokens = 0
+        self.num_loading_tokens = 0
+        self.num_encoder_tokens = num_encoder_tokens
+        self.has_encoder = False
         self.num_refusals = 0
 
     @property
@@ -107,6 +119,7 @@ class Twin(Both):
         """What preemption does to a request."""
         self.phase = Phase.WAITING
         self.in_flight = []
+        self.has_encoder = False
         self.set(
             num_computed_tokens=0,
             spec_token_ids=[],
