@@ -68,6 +68,11 @@ class GroupPlan:
     defers: bool = False
 
     @property
+    def num_prefix_positions(self) -> int:
+        """Positions of the table that come before the new blocks: null, hits and external tokens."""
+        return self.num_null_blocks + len(self.hit_block_ids) + self.num_external_blocks
+
+    @property
     def num_free_blocks_needed(self) -> int:
         """Free blocks that this takes or counts on."""
         return self.num_free_hit_blocks + self.num_external_blocks + self.num_new_blocks + self.num_spare_blocks

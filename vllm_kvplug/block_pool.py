@@ -217,9 +217,9 @@ class BlockPool:
         self.check_block_ids(block_ids)
         for notify in self._observers.on_withdraw:
             notify(block_ids)
-        self.forget(block_ids)
+        self.uncache(block_ids)
 
-    def forget(self, block_ids: Collection[int]) -> None:
+    def uncache(self, block_ids: Collection[int]) -> None:
         """Take those of these blocks out of the prefix cache that are cached."""
         for block_id in block_ids:
             if self.block_hashes[block_id] is not None:

@@ -52,7 +52,7 @@ class Coordinator:
             for group_id, group in enumerate(geometry.groups)
         )
         self._enable_caching = enable_caching
-        self._num_tokens_per_hit_step = geometry.num_tokens_per_hit_step
+        self._hit_alignment_tokens = geometry.hit_alignment_tokens
         # Groups whose answer only needs cutting when another shortens the hit come first: each is asked once.
         self._match_order = sorted(self.groups, key=lambda group: not group.any_shorter_prefix_serves)
 
@@ -61,9 +61,9 @@ class Coordinator:
 
         A fixed point: each group in turn accepts the others' length or shortens it, until all agree.
         """
-        step_tokens = self._num_tokens_per_hit_step
+        alignment_tokens = self._hit_alignment_tokens
         num_hit_tokens = min((self._max_hit_tokens(group, max_num_tokens) for group in self.groups), default=0)
-        num_hit_tokens -= num_hit_tokens % step_tokens
+        num_hit_tokens -= num_hit_tokens % alignment_tokens
         rows: dict[int, list[int]] = {}
         agreed = False
         while not agreed:
@@ -75,7 +75,7 @@ class Coordinator:
                     del row[num_blocks:]
                 elif row is None or len(row) != num_blocks:
                     row = group.match(
-                        group.hashes_of(block_hashes), num_blocks, step_tokens // group.num_tokens_per_block
+                        group.hashes_of(block_hashes), num_blocks, alignment_tokens // group.num_tokens_per_block
                     )
                     rows[group.group_id] = row
                     if len(row) != num_blocks:

@@ -132,7 +132,7 @@ class CacheGeometry:
         return self.num_blocks - self.num_reserved_blocks
 
     @property
-    def num_tokens_per_hit_step(self) -> int:
+    def hit_alignment_tokens(self) -> int:
         """A prefix hit is a multiple of this many tokens: whole blocks of every group."""
         return math.lcm(*(group.num_tokens_per_block for group in self.groups))
 

@@ -53,7 +53,7 @@ class Finding(NamedTuple):
 
 
 def check_invariants(manager: CacheManager) -> None:
-    """See that the manager's structures agree. Changes nothing.
+    """See that the manager's structures agree. Changes no block and no table.
 
     Raises:
         InvariantError: the first contradiction, with the story of its block or request.

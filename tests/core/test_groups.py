@@ -265,7 +265,7 @@ def test_the_hit_is_a_multiple_of_every_groups_block() -> None:
 
 def oracle(manager: CacheManager, hashes: list[bytes], num_tokens: int, use_eagle: bool) -> int:
     """The longest hit, straight from its definition: every length is tried, the longest first."""
-    step = manager.geometry.num_tokens_per_hit_step
+    step = manager.geometry.hit_alignment_tokens
     for num_hit_tokens in range((num_tokens - 1) // step * step, 0, -step):
         if all(
             serves(manager, number, hashes, num_hit_tokens, num_tokens, use_eagle)

@@ -313,7 +313,7 @@ def test_a_block_cached_by_another_group_than_holds_it() -> None:
     manager = filled(FULL, WINDOW)
     pool, block_hash = manager.pool, manager.pool.block_hashes[1]
     assert block_hash is not None
-    pool.forget([1])
+    pool.uncache([1])
     pool.cache(1, [1], [b"z" * 32])
     expected = (
         "request 'a', group 0, position 0: block 1 in the prefix cache: expected as group 0's, found it as group 1's"
@@ -329,7 +329,7 @@ def test_cross_attention_and_caching_switched_off() -> None:
     manager.pool.cache(0, [1], [b"z" * 32])
     messages = [finding.message for finding in find_contradictions(manager)]
     assert messages[0] == "block 1: hash, prefix caching being off: expected None, found hash 7a7a7a7a7a7a7a7a"
-    manager.pool.forget([1])
+    manager.pool.uncache([1])
     lost = table(manager, 1).block_ids
     release(manager, lost[0])
     lost[0] = 0

@@ -167,7 +167,7 @@ class Admissions(Progress):
             return
         twin.phase = Phase.WAITING
         rows = self.pair.call("get_block_ids", twin.request_id).upstream
-        num_valid_tokens = num_valid_blocks * self.setup.hit_step_tokens
+        num_valid_tokens = num_valid_blocks * self.setup.hit_alignment_tokens
         if num_valid_tokens >= twin.num_loading_tokens:
             num_loaded_tokens = twin.num_loading_tokens
             if len(rows) == 1 and self.setup.groups[0].is_full:

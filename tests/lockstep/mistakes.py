@@ -44,7 +44,7 @@ ORDER = (
     ),
     mistake(
         "the capacity check counts hit blocks that are free",
-        "groups.base.AttentionGroup._plan_admission",
+        "groups.base.AttentionGroup._plan_prefix",
         "num_free_hit_blocks=self._pool.num_free_among(kept_block_ids)",
         "num_free_hit_blocks=0",
     ),
@@ -174,7 +174,7 @@ BY_MODULE = (
     ),
     mistake(
         "evict_blocks reaches blocks in use",
-        "block_pool.BlockPool.forget",
+        "block_pool.BlockPool.uncache",
         "if self.block_hashes[block_id] is not None:",
         "if self.block_hashes[block_id] is not None and not self.reference_counts[block_id]:",
     ),
@@ -442,7 +442,7 @@ FAILED_LOADS = tuple(
         mistake(
             "what was published after a failed block leaves the index (F15)",
             "groups.base.AttentionGroup.stop_publishing",
-            "self._pool.forget(table.block_ids[position : table.num_cached_blocks])",
+            "self._pool.uncache(table.block_ids[position : table.num_cached_blocks])",
             "pass",
         ),
         mistake(

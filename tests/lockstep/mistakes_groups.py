@@ -152,7 +152,7 @@ _SLIDING_HITS = _in(
     ),
     mistake(
         "hits behind the window are not taken over",
-        "groups.base.AttentionGroup._plan_admission",
+        "groups.base.AttentionGroup._plan_prefix",
         "hit_block_ids[num_null_blocks:]",
         "hit_block_ids",
     ),
@@ -283,9 +283,9 @@ _MAMBA_HITS = _in(
     ),
     mistake(
         "only the state that is hit can defer",
-        "groups.mamba.MambaGroup.plan",
-        "if hit_block_ids and self._pool.block_hashes[hit_block_ids[-1]] in self._hashes_cached_this_step:",
-        "if hit_block_ids and self._hashes_cached_this_step:",
+        "groups.mamba.MambaGroup._was_cached_this_step",
+        "bool(hit_block_ids) and self._pool.block_hashes[hit_block_ids[-1]] in self._hashes_cached_this_step",
+        "bool(hit_block_ids and self._hashes_cached_this_step)",
     ),
     mistake(
         "a step's deferrals end with it",
@@ -323,13 +323,13 @@ _ALIGNED = _in(
     _has("mamba align"),
     mistake(
         "lookahead tokens have no state",
-        "groups.mamba.AlignedMambaGroup._plan_now",
+        "groups.mamba.AlignedMambaGroup.plan",
         "self._num_blocks(demand.num_tokens_after_step)",
         "self._num_blocks(demand.num_slot_tokens)",
     ),
     mistake(
         "speculative blocks come with the first state",
-        "groups.mamba.AlignedMambaGroup._plan_now",
+        "groups.mamba.AlignedMambaGroup.plan",
         "demand.num_tokens_after_step) + self._num_speculative_blocks",
         "demand.num_tokens_after_step)",
     ),
@@ -541,7 +541,7 @@ _SEVERAL_HITS = _in(
     ),
     mistake(
         "a hit is whole blocks of every group",
-        "geometry.CacheGeometry.num_tokens_per_hit_step",
+        "geometry.CacheGeometry.hit_alignment_tokens",
         "math.lcm(*(group.num_tokens_per_block for group in self.groups))",
         "self.groups[0].num_tokens_per_block if self.groups else 1",
     ),

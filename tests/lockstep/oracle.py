@@ -42,7 +42,7 @@ def longest_hit(
         num_tokens: its tokens.
         cached_blocks: key (hash and group id) -> blocks, the oldest first.
     """
-    step_tokens = setup.hit_step_tokens
+    step_tokens = setup.hit_alignment_tokens
     lookups = [_lookup(setup, group_id, block_hashes, cached_blocks) for group_id in range(len(setup.groups))]
     is_shortened = False
     for num_hit_tokens in range((num_tokens - 1) // step_tokens * step_tokens, 0, -step_tokens):

@@ -100,7 +100,7 @@ class SmallScheduler(Admissions):
         if twin is None or not twin.num_external_tokens:
             return
         rows = self.pair.call("get_block_ids", twin.request_id).upstream
-        first_token = block * self.setup.hit_step_tokens
+        first_token = block * self.setup.hit_alignment_tokens
         if evicts:
             sizes = self.setup.block_tokens
             pairs = zip(rows, sizes, strict=True)

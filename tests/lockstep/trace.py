@@ -64,7 +64,7 @@ class Setup:
         return tuple(group.block_size * self.num_ranks for group in self.groups)
 
     @cached_property
-    def hit_step_tokens(self) -> int:
+    def hit_alignment_tokens(self) -> int:
         """Hits are multiples of this: whole blocks of every group."""
         return math.lcm(*self.block_tokens)
 
@@ -87,8 +87,8 @@ class Setup:
     @cached_property
     def unit_tokens(self) -> int:
         """What prompts are measured in: the hit step, or a large block where the pool holds only few hit steps."""
-        if 2 * self.hit_step_tokens <= self.pool_tokens or not self.groups:
-            return self.hit_step_tokens
+        if 2 * self.hit_alignment_tokens <= self.pool_tokens or not self.groups:
+            return self.hit_alignment_tokens
         return max(self.block_tokens)
 
 
@@ -155,7 +155,7 @@ def _nothing(rng: random.Random, setup: Setup) -> dict[str, int]:
 
 def _draw_new(rng: random.Random, setup: Setup) -> dict[str, int]:
     unit = setup.unit_tokens
-    most_tokens = min(setup.max_model_len - 1, setup.pool_tokens + setup.hit_step_tokens)
+    most_tokens = min(setup.max_model_len - 1, setup.pool_tokens + setup.hit_alignment_tokens)
     most_units = max(1, setup.pool_tokens // (2 * unit))
     num_shared_units = rng.randint(min(rng.randint(0, 2), most_units), most_units)
     num_shared_tokens = num_shared_units * unit + rng.choice([0, 0, 0, 1, rng.randrange(unit)])

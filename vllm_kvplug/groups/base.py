@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from vllm_kvplug.allocation import GroupPlan, SlotDemand
@@ -89,13 +90,13 @@ class AttentionGroup(ABC):
         """
 
     @abstractmethod
-    def match(self, block_hashes: Sequence[bytes], max_num_blocks: int, num_blocks_per_step: int = 1) -> list[int]:
+    def match(self, block_hashes: Sequence[bytes], max_num_blocks: int, alignment_blocks: int = 1) -> list[int]:
         """The longest prefix that this group could serve from the cache. Changes nothing.
 
         Args:
             block_hashes: the request's, each for one block of this group.
             max_num_blocks: not longer than this, what must be cached beyond not counted.
-            num_blocks_per_step: its length is a multiple of this many blocks.
+            alignment_blocks: its length is a multiple of this many blocks.
 
         Returns:
             Block ids by position, the null block where no later token looks.
@@ -154,41 +155,33 @@ class AttentionGroup(ABC):
             is_admission: the call brings a lookup's answer (hits or none) or external tokens.
         """
         table = self.tables.get(request_id)
-        num_covered_blocks = len(table.block_ids) if table is not None else 0
-        admission = GroupPlan()
-        if is_admission and not (table is not None and table.is_admitted):
-            admission, num_covered_blocks = self._plan_admission(demand, hit_block_ids)
-        num_new_blocks = self._num_blocks(self._num_slot_tokens(demand)) - num_covered_blocks
-        return GroupPlan(
-            num_null_blocks=admission.num_null_blocks,
-            hit_block_ids=admission.hit_block_ids,
-            num_free_hit_blocks=admission.num_free_hit_blocks,
-            num_external_blocks=admission.num_external_blocks,
-            num_new_blocks=max(num_new_blocks, 0),
-        )
+        prefix = self._plan_prefix(table, demand, hit_block_ids) if is_admission else GroupPlan()
+        num_positions = prefix.num_prefix_positions + (len(table.block_ids) if table is not None else 0)
+        num_new_blocks = self._num_blocks(self._num_slot_tokens(demand)) - num_positions
+        return replace(prefix, num_new_blocks=max(num_new_blocks, 0))
 
-    def _plan_admission(self, demand: SlotDemand, hit_block_ids: Sequence[int]) -> tuple[GroupPlan, int]:
-        """The first part of a new request's table: what is skipped, then hits, then blocks for external tokens; and how
-        many positions that is.
+    def _plan_prefix(self, table: BlockTable | None, demand: SlotDemand, hit_block_ids: Sequence[int]) -> GroupPlan:
+        """The first part of a new request's table: what is skipped, then hits, then blocks for external tokens. Nothing
+        for a request that has its prefix already.
         """
+        if table is not None and table.is_admitted:
+            return GroupPlan()
         num_present_tokens = demand.num_present_tokens
         num_skipped_tokens = max(self.num_skipped_tokens(num_present_tokens), 0)
         num_null_blocks = num_skipped_tokens // self.num_tokens_per_block
         kept_block_ids = tuple(hit_block_ids[num_null_blocks:])
-        num_covered_blocks = num_null_blocks + len(kept_block_ids)
         num_external_tokens = demand.num_external_tokens
         if num_null_blocks:  # external tokens may be skipped, too
             num_external_tokens = min(num_external_tokens, num_present_tokens - num_skipped_tokens)
         num_external_blocks = 0
         if num_external_tokens > 0:
-            num_external_blocks = max(self._num_blocks(num_present_tokens) - num_covered_blocks, 0)
-        plan = GroupPlan(
+            num_external_blocks = self._num_blocks(num_present_tokens) - num_null_blocks - len(kept_block_ids)
+        return GroupPlan(
             num_null_blocks=num_null_blocks,
             hit_block_ids=kept_block_ids,
             num_free_hit_blocks=self._pool.num_free_among(kept_block_ids),
-            num_external_blocks=num_external_blocks,
+            num_external_blocks=max(num_external_blocks, 0),
         )
-        return plan, num_covered_blocks + num_external_blocks
 
     def _num_slot_tokens(self, demand: SlotDemand) -> int:
         """Tokens that need a slot in this group."""
@@ -283,7 +276,7 @@ class AttentionGroup(ABC):
         position = first_bad_token // self.num_tokens_per_block
         if table.first_unpublished is None or position < table.first_unpublished:
             table.first_unpublished = position
-            self._pool.forget(table.block_ids[position : table.num_cached_blocks])
+            self._pool.uncache(table.block_ids[position : table.num_cached_blocks])
 
     # A request's life
 
@@ -293,11 +286,12 @@ class AttentionGroup(ABC):
         Args:
             request_id: the request; an unknown one has nothing to free.
             num_computed_tokens: its computed tokens, drafts that may yet be rejected included.
-            num_confirmed_tokens: those of them that stay, whatever is rejected.
+            num_confirmed_tokens: those of them that stay, whatever is rejected. (Mamba takes as many drafts as it has
+                speculative blocks for as rejected instead.)
         """
         table = self.tables.get(request_id)
         if table is not None:
-            self._release_leading(table, self.num_skipped_tokens(min(num_computed_tokens, num_confirmed_tokens)))
+            self._release_leading(table, self.num_skipped_tokens(num_confirmed_tokens))
 
     def _release_leading(self, table: BlockTable, num_skipped_tokens: int) -> None:
         block_ids = table.block_ids

@@ -21,9 +21,9 @@ class ChunkedLocalGroup(AttentionGroup):
         chunk_start = max(num_tokens - 1, 0) // geometry.chunk_tokens * geometry.chunk_tokens
         return num_blocks_for(num_tokens, geometry.num_tokens_per_block) - chunk_start // geometry.num_tokens_per_block
 
-    def match(self, block_hashes: Sequence[bytes], max_num_blocks: int, num_blocks_per_step: int = 1) -> list[int]:
+    def match(self, block_hashes: Sequence[bytes], max_num_blocks: int, alignment_blocks: int = 1) -> list[int]:
         get = self._pool.indexes[self.group_id].get
-        num_hit_blocks = max_num_blocks - max_num_blocks % num_blocks_per_step
+        num_hit_blocks = max_num_blocks - max_num_blocks % alignment_blocks
         while num_hit_blocks > 0:
             first = self.num_skipped_tokens(num_hit_blocks * self.num_tokens_per_block) // self.num_tokens_per_block
             row: list[int] = []
@@ -35,7 +35,7 @@ class ChunkedLocalGroup(AttentionGroup):
             if first + len(row) == num_hit_blocks:
                 return [NULL_BLOCK_ID] * first + row
             num_hit_blocks = first + len(row)
-            num_hit_blocks -= num_hit_blocks % num_blocks_per_step
+            num_hit_blocks -= num_hit_blocks % alignment_blocks
         return []
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:

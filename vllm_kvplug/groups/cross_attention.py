@@ -21,7 +21,7 @@ class CrossAttentionGroup(AttentionGroup):
     def min_num_blocks(cls, geometry: GroupGeometry, num_tokens: int) -> int:
         return 0  # the decoder's tokens take none
 
-    def match(self, block_hashes: Sequence[bytes], max_num_blocks: int, num_blocks_per_step: int = 1) -> list[int]:
+    def match(self, block_hashes: Sequence[bytes], max_num_blocks: int, alignment_blocks: int = 1) -> list[int]:
         return []
 
     def check_admission(self, request_id: str, hit_block_ids: Sequence[int], *, is_admission: bool) -> None:

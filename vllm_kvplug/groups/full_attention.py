@@ -19,10 +19,10 @@ class FullAttentionGroup(AttentionGroup):
     def min_num_blocks(cls, geometry: GroupGeometry, num_tokens: int) -> int:
         return num_blocks_for(num_tokens, geometry.num_tokens_per_block)
 
-    def match(self, block_hashes: Sequence[bytes], max_num_blocks: int, num_blocks_per_step: int = 1) -> list[int]:
+    def match(self, block_hashes: Sequence[bytes], max_num_blocks: int, alignment_blocks: int = 1) -> list[int]:
         block_ids = self._pool.match(self.group_id, block_hashes, max_num_blocks + self.num_blocks_beyond_hit)
         num_blocks = max(len(block_ids) - self.num_blocks_beyond_hit, 0)
-        del block_ids[num_blocks - num_blocks % num_blocks_per_step :]
+        del block_ids[num_blocks - num_blocks % alignment_blocks :]
         return block_ids
 
     def num_common_prefix_blocks(self, request_id: str) -> int:

@@ -32,9 +32,9 @@ class MambaGroup(AttentionGroup):
     def min_num_blocks(cls, geometry: GroupGeometry, num_tokens: int) -> int:
         return 1 + geometry.num_speculative_blocks if num_tokens else 0
 
-    def match(self, block_hashes: Sequence[bytes], max_num_blocks: int, num_blocks_per_step: int = 1) -> list[int]:
+    def match(self, block_hashes: Sequence[bytes], max_num_blocks: int, alignment_blocks: int = 1) -> list[int]:
         get = self._pool.indexes[self.group_id].get
-        for num_hit_blocks in range(max_num_blocks - max_num_blocks % num_blocks_per_step, 0, -num_blocks_per_step):
+        for num_hit_blocks in range(max_num_blocks - max_num_blocks % alignment_blocks, 0, -alignment_blocks):
             block_id = get(block_hashes[num_hit_blocks - 1])
             if block_id is not None:
                 return [NULL_BLOCK_ID] * (num_hit_blocks - 1) + [block_id]
@@ -46,14 +46,12 @@ class MambaGroup(AttentionGroup):
     def plan(
         self, request_id: str, demand: SlotDemand, hit_block_ids: Sequence[int], *, is_admission: bool
     ) -> GroupPlan:
-        if hit_block_ids and self._pool.block_hashes[hit_block_ids[-1]] in self._hashes_cached_this_step:
+        if self._was_cached_this_step(hit_block_ids):
             return GroupPlan(defers=True)
-        return self._plan_now(request_id, demand, hit_block_ids, is_admission=is_admission)
-
-    def _plan_now(
-        self, request_id: str, demand: SlotDemand, hit_block_ids: Sequence[int], *, is_admission: bool
-    ) -> GroupPlan:
         return super().plan(request_id, demand, hit_block_ids, is_admission=is_admission)
+
+    def _was_cached_this_step(self, hit_block_ids: Sequence[int]) -> bool:
+        return bool(hit_block_ids) and self._pool.block_hashes[hit_block_ids[-1]] in self._hashes_cached_this_step
 
     def _num_slot_tokens(self, demand: SlotDemand) -> int:
         return demand.num_slot_tokens + self._num_speculative_blocks * self.num_tokens_per_block
@@ -120,9 +118,11 @@ class AlignedMambaGroup(MambaGroup):
 
     _table_class = AlignedMambaTable
 
-    def _plan_now(
+    def plan(
         self, request_id: str, demand: SlotDemand, hit_block_ids: Sequence[int], *, is_admission: bool
     ) -> GroupPlan:
+        if self._was_cached_this_step(hit_block_ids):
+            return GroupPlan(defers=True)
         table = self.tables.get(request_id)
         num_positions = len(table.block_ids) if table is not None else 0
         has_running_state = table is not None and table.has_running_state
@@ -132,17 +132,16 @@ class AlignedMambaGroup(MambaGroup):
         if num_wanted_positions > num_positions + len(hit_block_ids):
             # As 0.17.1 counts, which can be more than is taken.
             num_counted_blocks = 1 if has_running_state else 1 + self._num_speculative_blocks
-        admission = GroupPlan()
-        if is_admission and not (table is not None and table.is_admitted):
-            admission, num_positions = self._plan_admission(demand, hit_block_ids)
+        prefix = self._plan_prefix(table, demand, hit_block_ids) if is_admission else GroupPlan()
+        num_positions += prefix.num_prefix_positions
         num_new_blocks = self._num_new_blocks(num_positions, num_wanted_positions, has_running_state)
         return AlignedMambaPlan(
-            num_null_blocks=admission.num_null_blocks,
-            hit_block_ids=admission.hit_block_ids,
+            num_null_blocks=prefix.num_null_blocks,
+            hit_block_ids=prefix.hit_block_ids,
             num_free_hit_blocks=self._pool.num_free_among(hit_block_ids),
-            num_external_blocks=admission.num_external_blocks,
+            num_external_blocks=prefix.num_external_blocks,
             num_new_blocks=num_new_blocks,
-            num_spare_blocks=max(num_counted_blocks - admission.num_external_blocks - num_new_blocks, 0),
+            num_spare_blocks=max(num_counted_blocks - prefix.num_external_blocks - num_new_blocks, 0),
             num_positions=num_wanted_positions,
         )
 

@@ -30,10 +30,10 @@ class SlidingWindowGroup(AttentionGroup):
         num_skipped_blocks = max(num_tokens - geometry.window_tokens, 0) // geometry.num_tokens_per_block
         return num_blocks_for(num_tokens, geometry.num_tokens_per_block) - num_skipped_blocks
 
-    def match(self, block_hashes: Sequence[bytes], max_num_blocks: int, num_blocks_per_step: int = 1) -> list[int]:
+    def match(self, block_hashes: Sequence[bytes], max_num_blocks: int, alignment_blocks: int = 1) -> list[int]:
         get = self._pool.indexes[self.group_id].get
         run: list[int] = []  # the run under test, its last block first; block `first` is its first
-        num_hit_blocks = max_num_blocks - max_num_blocks % num_blocks_per_step
+        num_hit_blocks = max_num_blocks - max_num_blocks % alignment_blocks
         while num_hit_blocks > 0:
             end = num_hit_blocks + self.num_blocks_beyond_hit
             first = max(end - self._num_run_blocks, 0)
@@ -45,7 +45,7 @@ class SlidingWindowGroup(AttentionGroup):
             # Block `missing` is not cached: no run that contains it serves.
             missing = end - len(run) - 1
             num_hit_blocks = missing - self.num_blocks_beyond_hit
-            num_hit_blocks -= num_hit_blocks % num_blocks_per_step
+            num_hit_blocks -= num_hit_blocks % alignment_blocks
         return []
 
     @staticmethod

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from vllm_kvplug.vllm_glue import admission
+from vllm_kvplug.vllm_glue import prompt_limit
 from vllm_kvplug.vllm_glue.choice import chosen
 from vllm_kvplug.vllm_glue.log import logger
 from vllm_kvplug.vllm_glue.report import FINDINGS, LABELS, as_json
@@ -62,7 +62,7 @@ def watch_findings(async_llm: Any, answers: Sequence[Mapping[str, str]], questio
             if client is None:
                 return
             try:
-                publish_findings(await admission.ask_engines(client, *question))
+                publish_findings(await prompt_limit.ask_engines(client, *question))
             except Exception as error:
                 logger.warning("kvplug_invariant_findings is updated no more: %s: %s", type(error).__name__, error)
                 return
@@ -84,9 +84,9 @@ async def around_get_supported_tasks(original: Callable[..., Awaitable[Any]], as
         try:
             # Every engine checks what is expected itself; the first one's answer is the one that is shown.
             expected = (choice["name"], as_json(choice["config"]))
-            answers = await admission.ask_engines(async_llm.engine_core, "kvplug_report", *expected)
+            answers = await prompt_limit.ask_engines(async_llm.engine_core, "kvplug_report", *expected)
             publish(answers[0])
-            admission.learn(async_llm, answers)
+            prompt_limit.learn(async_llm, answers)
             watch_findings(async_llm, answers, ("kvplug_report", *expected))
         except Exception as error:
             logger.error("The engine does not confirm kv_cache_manager %r: %s", choice["name"], error)

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from vllm_kvplug.manager import CacheManager
-from vllm_kvplug.vllm_glue import admission, contract, hasher_seam, never_fitting, patching, registry, report
+from vllm_kvplug.vllm_glue import contract, hasher_seam, never_fitting, patching, prompt_limit, registry, report
 from vllm_kvplug.vllm_glue.choice import chosen
 
 # A scheduler is constructed with the chosen class under the name of vLLM's in its modules. The lock makes that one
@@ -118,12 +118,12 @@ def _patch_front_end(module: ModuleType) -> None:
     from vllm_kvplug.vllm_glue import metrics
 
     patching.wrap_method(module.AsyncLLM, "get_supported_tasks", metrics.around_get_supported_tasks)
-    patching.wrap_method(module.AsyncLLM, "generate", admission.around_generate)
+    patching.wrap_method(module.AsyncLLM, "generate", prompt_limit.around_generate)
 
 
 def _patch_llm_engine(module: ModuleType) -> None:
-    patching.wrap_method(module.LLMEngine, "get_supported_tasks", admission.around_llm_engine_get_supported_tasks)
+    patching.wrap_method(module.LLMEngine, "get_supported_tasks", prompt_limit.around_llm_engine_get_supported_tasks)
 
 
 def _patch_input_processor(module: ModuleType) -> None:
-    patching.wrap_method(module.InputProcessor, "process_inputs", admission.around_process_inputs)
+    patching.wrap_method(module.InputProcessor, "process_inputs", prompt_limit.around_process_inputs)

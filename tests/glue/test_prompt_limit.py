@@ -14,7 +14,7 @@ from tests.glue import managers
 from tests.glue.support import fake_engine_core, is_hooked, run_python, with_choice
 from vllm_kvplug.geometry import AttentionKind, CacheGeometry, GroupGeometry
 from vllm_kvplug.sizing import geometry_from_json, geometry_to_json
-from vllm_kvplug.vllm_glue import admission, metrics, report, v0_17
+from vllm_kvplug.vllm_glue import metrics, prompt_limit, report, v0_17
 
 
 def geometry(num_blocks: int) -> CacheGeometry:
@@ -27,7 +27,7 @@ def answer(num_blocks: int) -> dict[str, str]:
 
 def front_end(*answers: dict[str, str]) -> Any:
     found = SimpleNamespace(input_processor=SimpleNamespace())
-    admission.learn(found, answers)
+    prompt_limit.learn(found, answers)
     return found
 
 
@@ -37,7 +37,7 @@ def request(num_tokens: int, rank: int | None = None, embeds: Any = None) -> Any
 
 
 def process(to: Any, made: Any) -> Any:
-    return admission.around_process_inputs(lambda processor, *args: made, to.input_processor, "id", "prompt")
+    return prompt_limit.around_process_inputs(lambda processor, *args: made, to.input_processor, "id", "prompt")
 
 
 def test_the_engine_tells_its_own_geometry(kv_cache_config: Any) -> None:
@@ -112,18 +112,18 @@ def test_generate_looks_before_the_generator_runs(prompt: Any, refused: bool, by
 
     if refused:
         with pytest.raises(ValueError, match="needs 5 KV cache blocks"):
-            admission.around_generate(generate, async_llm, *call[0], **call[1])
+            prompt_limit.around_generate(generate, async_llm, *call[0], **call[1])
         assert asked == []
     else:
-        assert admission.around_generate(generate, async_llm, *call[0], **call[1]) == "generator"
+        assert prompt_limit.around_generate(generate, async_llm, *call[0], **call[1]) == "generator"
         assert asked == [call]
 
 
 def test_generate_looks_at_the_engine_that_is_named() -> None:
     several = front_end(answer(9), answer(5))
-    admission.around_generate(lambda *args, **kwargs: None, several, TOKENS, data_parallel_rank=0)
+    prompt_limit.around_generate(lambda *args, **kwargs: None, several, TOKENS, data_parallel_rank=0)
     with pytest.raises(ValueError, match="needs 5"):
-        admission.around_generate(lambda *args, **kwargs: None, several, TOKENS, data_parallel_rank=1)
+        prompt_limit.around_generate(lambda *args, **kwargs: None, several, TOKENS, data_parallel_rank=1)
 
 
 class Client:
@@ -184,7 +184,7 @@ def test_an_llm_engine_asks_once(in_process: bool) -> None:
         vllm_config=with_choice("kvplug"), engine_core=engine_core, input_processor=SimpleNamespace()
     )
     for _ in range(2):
-        assert admission.around_llm_engine_get_supported_tasks(lambda engine: "tasks", llm_engine) == "tasks"
+        assert prompt_limit.around_llm_engine_get_supported_tasks(lambda engine: "tasks", llm_engine) == "tasks"
     assert client.asked == [(0, "kvplug_report", "kvplug", "{}")]
     with pytest.raises(ValueError, match="has 4 for all"):
         process(llm_engine, request(65))
@@ -192,7 +192,7 @@ def test_an_llm_engine_asks_once(in_process: bool) -> None:
 
 def test_without_a_choice_no_engine_is_asked() -> None:
     llm_engine = SimpleNamespace(vllm_config=with_choice(None), engine_core=None, input_processor=SimpleNamespace())
-    assert admission.around_llm_engine_get_supported_tasks(lambda engine: "tasks", llm_engine) == "tasks"
+    assert prompt_limit.around_llm_engine_get_supported_tasks(lambda engine: "tasks", llm_engine) == "tasks"
     assert vars(llm_engine.input_processor) == {}
 
 
