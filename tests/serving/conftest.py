@@ -15,6 +15,7 @@ from vllm_kvplug.cli.server_process import ServerProcess
 NUM_BLOCKS = 400
 SERVER_ARGS = [
     "--kv-cache-manager=kvplug",
+    '--kv-cache-manager-config={"check_invariants": "log"}',
     "--served-model-name=default",
     "--enforce-eager",
     "--block-size=16",

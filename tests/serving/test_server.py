@@ -183,13 +183,16 @@ def test_sleep_drops_the_cache_and_wake_up_serves_again(client: Client) -> None:
 def test_sigterm_ends_every_process_cleanly(server: ServerProcess, client: Client) -> None:
     """Last in this module: it stops the server."""
     assert client.usage_after_a_step() == 0.0
+    assert client.metric("kvplug_invariant_findings") == 0.0
     main_process = psutil.Process(server.pid)
     processes = [main_process, *main_process.children(recursive=True)]
     main_process.send_signal(signal.SIGTERM)
     _, alive = psutil.wait_procs(processes, timeout=60)
     assert alive == []
     assert server.wait(timeout_s=5) in (0, -signal.SIGTERM)
-    assert "Traceback" not in Path(server.log_path).read_text()
+    log = Path(server.log_path).read_text()
+    assert "Traceback" not in log
+    assert "KV cache invariant broken" not in log
 
 
 def test_a_pool_too_small_for_all_preempts_and_evicts(model_path: str, tmp_path: Path) -> None:
@@ -207,3 +210,4 @@ def test_a_pool_too_small_for_all_preempts_and_evicts(model_path: str, tmp_path:
         assert client.metric("vllm:num_preemptions_total") > 0
         assert client.metric("vllm:prompt_tokens_cached_total") > 0
         assert client.usage_after_a_step() == 0.0
+        assert "KV cache invariant broken" not in (tmp_path / "server.log").read_text()
