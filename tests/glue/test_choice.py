@@ -120,7 +120,12 @@ def test_upstream_leaves_nothing_behind(additional_config: dict[str, Any]) -> No
         ({"kv_cache_manager_config": {"eviction": "lru"}}, None, None, "to configure, found none"),
         ({}, "kvplug", "lru", "expected an object of settings, found 'lru'"),
         ({"kv_cache_manager": KVPLUG}, None, {"eviction": "fifo"}, "'eviction' is given twice, as 'fifo' and 'lru'"),
-        ({}, "kvplug", {"evict": 1}, "unknown setting 'evict'; known settings: eviction"),
+        (
+            {},
+            "kvplug",
+            {"evict": 1},
+            "unknown setting 'evict'; known settings: check_invariants, check_invariants_every, eviction",
+        ),
         ({}, "kvplug", {"eviction": 1}, "setting 'eviction'"),
         ({}, "kvplug", {"eviction": object()}, "expected values that JSON can carry"),
         (object(), "kvplug", None, "expected additional_config to be a dict"),

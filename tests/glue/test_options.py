@@ -162,7 +162,8 @@ CONFIG = "--kv-cache-manager-config"
         ([*CHOOSE, CONFIG, "null"], "expected an object of settings, found None"),
         (
             [*CHOOSE, CONFIG, '{"evict": "lru"}'],
-            "--kv-cache-manager-config: unknown setting 'evict'; known settings: eviction",
+            "--kv-cache-manager-config: unknown setting 'evict'; known settings: "
+            "check_invariants, check_invariants_every, eviction",
         ),
         ([*CHOOSE, CONFIG, '{"eviction": "fifo"}'], "setting 'eviction': expected one of lru, found 'fifo'"),
         ([*CHOOSE, CONFIG, '{"eviction": 3}'], "setting 'eviction': "),
