@@ -119,6 +119,10 @@ class KVCacheBlocks:
         self._blocks, self._block_ids, self._pool = None, block_ids, pool
         return self
 
+    def is_of(self, pool: BlockPool) -> bool:
+        """Whether these are blocks of `pool`; of rows of objects that is not known, and taken for granted."""
+        return self._pool is None or self._pool is pool
+
     @property
     def block_ids(self) -> tuple[Sequence[int], ...]:
         """`block_ids[group][i]`. Not a copy: read only."""

@@ -104,13 +104,18 @@ class BlockPool:
             if not 0 <= block_id < self.num_blocks:
                 raise CallError(f"block {block_id}: expected an id from 0 to {self.num_blocks - 1}")
 
-    def check_hits(self, group_id: int, block_ids: Sequence[int]) -> None:
-        """See that each of the blocks is cached in this group, or null.
+    def check_hits(self, group_id: int, block_ids: Sequence[int], *, may_be_null: bool) -> None:
+        """See that each of the blocks is cached in this group, or null where it may be, and none is named twice.
 
         Raises:
             CallError: one is not, or is not of this pool.
         """
         self.check_block_ids(block_ids)
+        num_nulls = block_ids.count(NULL_BLOCK_ID)
+        if num_nulls and not may_be_null:
+            raise CallError(f"KV cache group {group_id}: expected no null block among the hits, found {num_nulls}")
+        if len(block_ids) - num_nulls != len(set(block_ids)) - bool(num_nulls):
+            raise CallError(f"KV cache group {group_id}: expected each hit once, found blocks {list(block_ids)}")
         hashes, group_ids = self.block_hashes, self.block_group_ids
         for block_id in block_ids:
             if block_id != NULL_BLOCK_ID and (hashes[block_id] is None or group_ids[block_id] != group_id):
@@ -130,7 +135,7 @@ class BlockPool:
         Raises:
             BlockError: fewer are free. Nothing was changed.
         """
-        if num_blocks > len(self.free_blocks):
+        if not 0 <= num_blocks <= len(self.free_blocks):
             raise BlockError(
                 f"cannot take {num_blocks} blocks from the pool: {len(self.free_blocks)} of {self.num_blocks} are free"
             )
@@ -145,7 +150,12 @@ class BlockPool:
         return block_ids
 
     def acquire(self, block_ids: Sequence[int]) -> None:
-        """Hold blocks that a lookup found: one reference more each; free ones leave the free blocks."""
+        """Hold blocks that a lookup found: one reference more each; free ones leave the free blocks.
+
+        Raises:
+            CallError: an id is outside the pool. Nothing was changed.
+        """
+        self.check_block_ids(block_ids)
         counts = self.reference_counts
         for block_id in block_ids:
             if block_id == NULL_BLOCK_ID:
@@ -194,8 +204,12 @@ class BlockPool:
         """Make full blocks findable: `block_ids[i]` holds the tokens of `block_hashes[i]`. Null blocks are skipped.
 
         Raises:
-            BlockError: a block is cached already. Nothing was changed.
+            BlockError: a block is cached already, or there are not as many hashes as blocks. Nothing was changed.
         """
+        if len(block_ids) != len(block_hashes):
+            raise BlockError(
+                f"cannot cache {len(block_ids)} blocks: expected as many hashes, found {len(block_hashes)}"
+            )
         hashes, group_ids, insert = self.block_hashes, self.block_group_ids, self.indexes[group_id].insert
         for block_id in block_ids:
             if hashes[block_id] is not None:
@@ -214,6 +228,9 @@ class BlockPool:
         Raises:
             CallError: an id is outside the pool. Nothing was changed.
         """
+        odd = [block_id for block_id in block_ids if not isinstance(block_id, int)]
+        if odd:
+            raise CallError(f"block ids: expected ints, found {odd[0]!r}")
         self.check_block_ids(block_ids)
         for notify in self._observers.on_withdraw:
             notify(block_ids)

@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from vllm_kvplug.errors import CallError
 from vllm_kvplug.invariants import Finding, InvariantError, find_contradictions, tell
 from vllm_kvplug.settings import Settings
 from vllm_kvplug.story import BlockStory
@@ -56,6 +57,11 @@ class CheckedCalls:
         if settings.check_invariants == "off":
             return None
         return cls(stops=settings.check_invariants == "stop", num_calls_per_check=settings.check_invariants_every)
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        raise CallError(
+            "a manager that checks itself: expected not to be copied or pickled; set check_invariants to off"
+        )
 
     def watch(self, manager: CacheManager, base: type[CacheManager]) -> None:
         """From now on, check after every public method of `base`, as this manager has it."""

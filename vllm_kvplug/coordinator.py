@@ -128,6 +128,11 @@ class Coordinator:
         for group in self.groups:
             group.check_block_hashes(request, num_tokens)
 
+    def check_full_blocks(self, request_id: str, num_tokens: int) -> None:
+        """See that the request has the blocks that its first `num_tokens` tokens fill."""
+        for group in self.groups:
+            group.check_full_blocks(request_id, num_tokens)
+
     def cache_full_blocks(self, request: Any, num_tokens: int) -> None:
         """Put blocks that are full with the request's first `num_tokens` tokens into the prefix cache."""
         for group in self.groups:

@@ -7,7 +7,7 @@ skip_reading_prefix_cache, num_output_placeholders.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vllm_kvplug import eviction
@@ -78,6 +78,11 @@ class CacheManager:
         self._refused_alone: dict[str, Refusal] = {}
         if self.checks is not None:
             self.checks.watch(self, CacheManager)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.checks is not None:
+            self.checks.__reduce_ex__(protocol)  # refuses, before anything of it is copied
+        return super().__reduce_ex__(protocol)
 
     @property
     def usage(self) -> float:
@@ -153,6 +158,7 @@ class CacheManager:
         has_lookup = new_computed_blocks is not None and new_computed_blocks is not self.empty_kv_cache_blocks
         hit_block_ids = new_computed_blocks.block_ids if new_computed_blocks is not None else self._no_block_ids
         self._check_demand(request, demand, hit_block_ids)
+        self._check_hits(request, new_computed_blocks, num_new_computed_tokens)
         is_admission = has_lookup or num_external_computed_tokens > 0
         self._coordinator.check_admission(request.request_id, hit_block_ids, is_admission=is_admission)
         # Drafts may be rejected: only tokens that the request has for certain are cached.
@@ -243,6 +249,7 @@ class CacheManager:
         if not self.enable_caching or (limit is not None and num_computed_tokens <= limit):
             return
         self._coordinator.check_block_hashes(request, num_computed_tokens)
+        self._coordinator.check_full_blocks(request_id, num_computed_tokens)
         self._coordinator.cache_full_blocks(request, num_computed_tokens)
         if limit is not None:
             self._quiet_limits_tokens[request_id] = self._coordinator.quiet_limit_tokens(request_id)
@@ -263,15 +270,16 @@ class CacheManager:
         if request_id in self._quiet_limits_tokens:
             self._quiet_limits_tokens[request_id] = self._coordinator.quiet_limit_tokens(request_id)
 
-    def evict_blocks(self, block_ids: Collection[int]) -> None:
+    def evict_blocks(self, block_ids: Iterable[int]) -> None:
         """Take blocks out of the prefix cache: a connector failed to load them.
 
         Who holds them keeps them, and publishes neither them nor anything computed from them any more; what it has
         published of that leaves the prefix cache, too, and is reused first once it is free.
 
         Raises:
-            CallError: an id is outside the pool. Nothing was changed.
+            CallError: an id is outside the pool, or no int. Nothing was changed.
         """
+        block_ids = list(block_ids)
         self.pool.evict(block_ids)
         self._coordinator.stop_publishing(block_ids)
 
@@ -314,7 +322,13 @@ class CacheManager:
                 f"request {request.request_id!r}: expected no prefix hits while prefix caching is off, "
                 f"found {num_hit_blocks} blocks"
             )
-        for name in ("num_hit_tokens", "num_external_tokens", "num_lookahead_tokens"):
+        for name in (
+            "num_computed_tokens",
+            "num_hit_tokens",
+            "num_external_tokens",
+            "num_lookahead_tokens",
+            "num_encoder_tokens",
+        ):
             if (num_tokens := getattr(demand, name)) < 0:
                 raise CallError(f"request {request.request_id!r}: {name}: expected at least 0, found {num_tokens}")
         if demand.num_new_tokens < 0 or not (demand.num_new_tokens or demand.num_external_tokens):
@@ -322,6 +336,20 @@ class CacheManager:
                 f"request {request.request_id!r}: num_new_tokens: expected more than 0 where no external tokens come, "
                 f"found {demand.num_new_tokens}"
             )
+
+    def _check_hits(self, request: Any, blocks: KVCacheBlocks | None, num_hit_tokens: int) -> None:
+        """See that these can be a lookup's answer: of this pool, and as many blocks as tokens."""
+        name = f"request {request.request_id!r}: new_computed_blocks"
+        if blocks is not None and not blocks.is_of(self.pool):
+            raise CallError(f"{name}: expected this manager's answer to a lookup, found blocks of another pool")
+        rows = blocks.block_ids if blocks is not None else self._no_block_ids
+        for group, row in zip(self.groups, rows, strict=True):
+            num_row_tokens = len(row) * group.num_tokens_per_block
+            if num_row_tokens != num_hit_tokens:
+                raise CallError(
+                    f"{name}: expected the blocks of num_new_computed_tokens {num_hit_tokens}, found those of "
+                    f"{num_row_tokens} tokens in KV cache group {group.group_id}"
+                )
 
     def _answer(self, block_ids: tuple[list[int], ...]) -> KVCacheBlocks:
         return KVCacheBlocks.of_ids(self.pool, block_ids) if any(block_ids) else self.empty_kv_cache_blocks

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 import random
 from typing import Any
 
@@ -10,7 +12,8 @@ import pytest
 
 from tests.core.support import FakeRequest, run_decode
 from vllm_kvplug.allocation import Refusal
-from vllm_kvplug.errors import UnsupportedError
+from vllm_kvplug.block import KVCacheBlocks
+from vllm_kvplug.errors import CallError, UnsupportedError
 from vllm_kvplug.geometry import AttentionKind, CacheGeometry, GroupGeometry, MambaMode
 from vllm_kvplug.invariants import check_invariants
 from vllm_kvplug.manager import CacheManager
@@ -353,3 +356,84 @@ def test_a_request_that_holds_all_that_is_held_is_refused_alone() -> None:
     assert prefill(manager, b) == 0
     assert manager.allocate_slots(a, 40) is None
     assert manager.take_refused_alone() == {}
+
+
+# Calls that cannot be right
+
+
+def snapshot(manager: CacheManager) -> Any:
+    tables = [{name: list(table.block_ids) for name, table in group.tables.items()} for group in manager.groups]
+    return tables, list(manager.pool.free_blocks), list(manager.pool.reference_counts), list(manager.pool.block_hashes)
+
+
+@pytest.mark.parametrize(
+    ("rows", "num_hit_tokens", "message"),
+    [
+        (([1, 2],), 8, "expected blocks of 2 KV cache groups, found 1"),
+        (([1, 2], [3, 4]), 4, "of num_new_computed_tokens 4, found those of 8 tokens in KV cache group 0"),
+        (
+            ([1, 2], [3]),
+            8,
+            "of num_new_computed_tokens 8, found those of 4 tokens in KV cache group 1",
+        ),
+        (([1, 1], [3, 4]), 8, "group 0: expected each hit once"),
+        (([0, 2], [3, 4]), 8, "group 0: expected no null block among the hits, found 1"),
+        (([1, 2], [1, 2]), 8, "block 1: expected a prefix hit of KV cache group 1, found one of group 0"),
+        (([1, 2], [0, 9]), 8, "block 9: expected a prefix hit of KV cache group 1, found one that is not cached"),
+        (([1, 99], [0, 4]), 8, "block 99: expected an id from 0 to 19"),
+    ],
+)
+def test_hits_that_no_lookup_answered_are_refused_whole(
+    rows: tuple[list[int], ...], num_hit_tokens: int, message: str
+) -> None:
+    manager = make(FULL, window(6), num_blocks=20)
+    a = request("a", 8)
+    prefill(manager, a)
+    before = snapshot(manager)
+    with pytest.raises(CallError, match=message):
+        manager.allocate_slots(request("b", 12), 4, num_hit_tokens, KVCacheBlocks.of_ids(manager.pool, rows))
+    assert snapshot(manager) == before
+
+
+def test_another_pools_answer_is_refused() -> None:
+    manager, other = make(FULL), make(FULL)
+    for each in (manager, other):
+        prefill(each, request("a", 8))
+    blocks, num_hit_tokens = other.get_computed_blocks(request("b", 12))
+    before = snapshot(manager)
+    with pytest.raises(CallError, match="found blocks of another pool"):
+        manager.allocate_slots(request("b", 12), 4, num_hit_tokens, blocks)
+    assert snapshot(manager) == before
+
+
+def test_caching_more_than_a_request_has_is_refused_whole() -> None:
+    manager = make(FULL, window(6))
+    a = request("a", 40)
+    prefill(manager, a, 10)
+    before = snapshot(manager)
+    with pytest.raises(CallError, match="request 'a': expected 10 blocks for 40 tokens, found 3"):
+        manager.cache_blocks(a, 40)
+    with pytest.raises(CallError, match="request 'b': expected 3 blocks for 12 tokens, found 0"):
+        manager.cache_blocks(request("b", 12), 12)
+    assert snapshot(manager) == before
+
+
+def test_evicting_what_is_no_block_id_is_refused_whole() -> None:
+    manager = make(FULL)
+    prefill(manager, request("a", 8))
+    before = snapshot(manager)
+    for odd in ([1, 2.5], ["1"], [1, 100], (block_id for block_id in (1, -1))):
+        with pytest.raises(CallError):
+            manager.evict_blocks(odd)  # type: ignore[arg-type]
+        assert snapshot(manager) == before
+    manager.evict_blocks(block_id for block_id in [1])
+    assert lookup(manager, 9)[1] == 0
+
+
+def test_a_manager_that_checks_itself_is_not_copied() -> None:
+    geometry = CacheGeometry(9, 100, (FULL,), 4)
+    manager = CacheManager(geometry, Settings(check_invariants="stop"))
+    for copy_it in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(CallError, match="expected not to be copied or pickled"):
+            copy_it(manager)
+    assert copy.deepcopy(CacheManager(geometry, Settings())).pool.num_free_blocks == 8

@@ -61,7 +61,7 @@ def test_a_prompt_that_fits_passes_as_it_is() -> None:
 def test_a_prompt_that_does_not_is_refused_with_both_numbers_and_a_way_out(made: Any) -> None:
     with pytest.raises(ValueError, match="The prompt of 65 tokens needs 5 KV cache blocks") as refusal:
         process(front_end(answer(5)), made)
-    for part in ("has 4 for all", "at most 64 tokens", "--num-gpu-blocks-override", "gpu-memory-utilization"):
+    for part in ("has 4 for all", "At most 64 tokens can.", "--num-gpu-blocks-override", "gpu-memory-utilization"):
         assert part in str(refusal.value)
     assert refusal.value.parameter == "input_tokens"  # type: ignore[attr-defined]
 

@@ -128,7 +128,7 @@ class AttentionGroup(ABC):
             CallError: hits or external tokens for a request that cannot have them any more, or blocks that no lookup of
                 this group can have found.
         """
-        self._pool.check_hits(self.group_id, hit_block_ids)
+        self._pool.check_hits(self.group_id, hit_block_ids, may_be_null=not self.any_shorter_prefix_serves)
         table = self.tables.get(request_id)
         if table is None:
             return
@@ -229,6 +229,18 @@ class AttentionGroup(ABC):
             raise CallError(
                 f"request {request.request_id!r}: expected {num_hashes} block hashes for {num_tokens} tokens, "
                 f"found {len(request.block_hashes)}"
+            )
+
+    def check_full_blocks(self, request_id: str, num_tokens: int) -> None:
+        """See that the request has the blocks that its first `num_tokens` tokens fill.
+
+        Raises:
+            CallError: it has fewer.
+        """
+        num_blocks, num_held_blocks = num_tokens // self.num_tokens_per_block, len(self.block_ids(request_id))
+        if num_held_blocks < num_blocks:
+            raise CallError(
+                f"request {request_id!r}: expected {num_blocks} blocks for {num_tokens} tokens, found {num_held_blocks}"
             )
 
     def hashes_of(self, block_hashes: Sequence[bytes]) -> Sequence[bytes]:

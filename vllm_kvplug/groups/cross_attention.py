@@ -43,6 +43,9 @@ class CrossAttentionGroup(AttentionGroup):
     def check_block_hashes(self, request: Any, num_tokens: int) -> None:
         """Nothing: nothing is cached."""
 
+    def check_full_blocks(self, request_id: str, num_tokens: int) -> None:
+        """Nothing: nothing is cached."""
+
     def cache_full_blocks(self, request: Any, num_tokens: int) -> None:
         """Nothing: nothing is cached."""
 

@@ -52,6 +52,10 @@ def geometry_of(
         UnsupportedError: a group of an unknown type, or groups that cannot share a prefix cache as asked for.
         CallError: sizes that do not fit each other.
     """
+    if context_parallel_size < 1:
+        raise CallError(
+            f"context parallel world sizes: expected at least 1 each, found a product of {context_parallel_size}"
+        )
     groups = tuple(
         group_geometry_of(group.kv_cache_spec, context_parallel_size, layer_names=group.layer_names)
         for group in kv_cache_config.kv_cache_groups

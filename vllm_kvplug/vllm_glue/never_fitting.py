@@ -44,12 +44,13 @@ def _warn_if_pool_is_small(geometry: CacheGeometry) -> None:
     if num_needed_blocks > num_usable_blocks:
         logger.warning(
             "max_model_len %d does not fit the KV cache: it needs %d blocks, and there are %d for all requests. "
-            "Prompts of more than %d tokens are refused, and a request that grows beyond ends with an error. "
+            "Prompts of more than %d tokens are refused%s, and a request that grows beyond ends with an error. "
             "Serve with a smaller --max-model-len, or with a larger cache: %s",
             geometry.max_model_len,
             num_needed_blocks,
             num_usable_blocks,
             sizing.max_fitting_tokens(geometry),
+            report.step_caveat(geometry),
             report.LARGER_POOL,
         )
 

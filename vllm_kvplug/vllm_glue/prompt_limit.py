@@ -44,9 +44,9 @@ class PromptLimit:
 
                 raise VLLMValidationError(
                     f"The prompt of {num_tokens} tokens needs {misfit.num_needed_blocks} KV cache blocks, and the "
-                    f"engine has {misfit.num_usable_blocks} for all requests together, so it could never run. Send at "
-                    f"most {sizing.max_fitting_tokens(geometry)} tokens, or serve with a larger cache: "
-                    f"{report.LARGER_POOL}.",
+                    f"engine has {misfit.num_usable_blocks} for all requests together, so it could never run. At most "
+                    f"{sizing.max_fitting_tokens(geometry)} tokens can{report.step_caveat(geometry)}. Send fewer, or "
+                    f"serve with a larger cache: {report.LARGER_POOL}.",
                     parameter="input_tokens",
                     value=num_tokens,
                 )

@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm_kvplug.checking import CheckedCalls
 from vllm_kvplug.errors import ContractError
-from vllm_kvplug.geometry import CacheGeometry
+from vllm_kvplug.geometry import WINDOW_KINDS, CacheGeometry
 from vllm_kvplug.settings import Settings
 from vllm_kvplug.sizing import geometry_to_json
 from vllm_kvplug.vllm_glue import contract, registry
@@ -23,6 +23,12 @@ GEOMETRY = "geometry"
 FINDINGS = "invariant_findings"
 # What a user changes where a request does not fit.
 LARGER_POOL = "a higher --gpu-memory-utilization (VLLM_CPU_KVCACHE_SPACE on the CPU) or --num-gpu-blocks-override"
+
+
+def step_caveat(geometry: CacheGeometry) -> str:
+    """What to add to the most tokens that fit, where a group holds more the more of them one step computes."""
+    has_window = any(group.kind in WINDOW_KINDS for group in geometry.groups)
+    return " (fewer where a step computes many at once: --max-num-batched-tokens)" if has_window else ""
 
 
 def check_in_force(scheduler: Any, choice: ManagerChoice) -> None:

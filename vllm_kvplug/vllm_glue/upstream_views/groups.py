@@ -204,7 +204,8 @@ class SingleTypeKVCacheManager:
     def _plan(self, request_id: str, demand: SlotDemand, new_computed_blocks: Sequence[Any]) -> GroupPlan:
         block_ids = [block.block_id for block in new_computed_blocks]
         is_admission = not self._group.block_ids(request_id)
-        self._group.check_admission(request_id, block_ids, is_admission=is_admission)
+        # Who drives a group alone may invent its hits: they need be of the pool, not cached.
+        self.block_pool.core.check_block_ids(block_ids)
         return self._group.plan(request_id, demand, block_ids, is_admission=is_admission)
 
     def cache_blocks(self, request: Any, num_tokens: int) -> None:

@@ -11,7 +11,7 @@ from vllm_kvplug import eviction
 from vllm_kvplug.block import make_key
 from vllm_kvplug.block_pool import NULL_BLOCK_ID
 from vllm_kvplug.block_pool import BlockPool as CorePool
-from vllm_kvplug.errors import CallError
+from vllm_kvplug.errors import BlockError, CallError
 from vllm_kvplug.hash_row import HashRow
 from vllm_kvplug.observers import Observer, ObserverSet
 from vllm_kvplug.vllm_glue.manager import KVCacheManager
@@ -136,7 +136,11 @@ class BlockPool:
 
     def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
         """Give blocks back, the first to be reused first."""
-        self.core.release([block.block_id for block in ordered_blocks])
+        blocks = list(ordered_blocks)
+        for block in blocks:
+            if isinstance(block._pool, CorePool) and block._pool is not self.core:
+                raise BlockError(f"cannot free block {block.block_id}: expected one of this pool, found another pool's")
+        self.core.release([block.block_id for block in blocks])
 
     def evict_blocks(self, block_ids: set[int]) -> None:
         """Take blocks out of the prefix cache."""
