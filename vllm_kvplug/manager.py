@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from vllm_kvplug import eviction
+from vllm_kvplug import call_checks, eviction
 from vllm_kvplug.allocation import AllocationPlan, Refusal, SlotDemand
 from vllm_kvplug.block import KVCacheBlocks
 from vllm_kvplug.block_pool import BlockPool
@@ -157,8 +157,17 @@ class CacheManager:
         # The shared empty answer says that there was nothing to find; it does not admit a request.
         has_lookup = new_computed_blocks is not None and new_computed_blocks is not self.empty_kv_cache_blocks
         hit_block_ids = new_computed_blocks.block_ids if new_computed_blocks is not None else self._no_block_ids
-        self._check_demand(request, demand, hit_block_ids)
-        self._check_hits(request, new_computed_blocks, num_new_computed_tokens)
+        call_checks.check_demand(request.request_id, demand)
+        if new_computed_blocks is not None or num_new_computed_tokens:
+            is_ours = new_computed_blocks is None or new_computed_blocks.is_of(self.pool)
+            call_checks.check_hits(
+                request.request_id,
+                hit_block_ids,
+                num_new_computed_tokens,
+                self.geometry,
+                is_ours=is_ours,
+                enable_caching=self.enable_caching,
+            )
         is_admission = has_lookup or num_external_computed_tokens > 0
         self._coordinator.check_admission(request.request_id, hit_block_ids, is_admission=is_admission)
         # Drafts may be rejected: only tokens that the request has for certain are cached.
@@ -309,47 +318,6 @@ class CacheManager:
         """The scheduler begins a step."""
         self._refused_alone.clear()
         self._coordinator.new_step_starts()
-
-    def _check_demand(self, request: Any, demand: SlotDemand, hit_block_ids: _BlockIds) -> None:
-        if len(hit_block_ids) != len(self.groups):
-            raise CallError(
-                f"request {request.request_id!r}: new_computed_blocks: expected blocks of {len(self.groups)} KV cache "
-                f"groups, found {len(hit_block_ids)}"
-            )
-        if not self.enable_caching and any(hit_block_ids):
-            num_hit_blocks = sum(map(len, hit_block_ids))
-            raise CallError(
-                f"request {request.request_id!r}: expected no prefix hits while prefix caching is off, "
-                f"found {num_hit_blocks} blocks"
-            )
-        for name in (
-            "num_computed_tokens",
-            "num_hit_tokens",
-            "num_external_tokens",
-            "num_lookahead_tokens",
-            "num_encoder_tokens",
-        ):
-            if (num_tokens := getattr(demand, name)) < 0:
-                raise CallError(f"request {request.request_id!r}: {name}: expected at least 0, found {num_tokens}")
-        if demand.num_new_tokens < 0 or not (demand.num_new_tokens or demand.num_external_tokens):
-            raise CallError(
-                f"request {request.request_id!r}: num_new_tokens: expected more than 0 where no external tokens come, "
-                f"found {demand.num_new_tokens}"
-            )
-
-    def _check_hits(self, request: Any, blocks: KVCacheBlocks | None, num_hit_tokens: int) -> None:
-        """See that these can be a lookup's answer: of this pool, and as many blocks as tokens."""
-        name = f"request {request.request_id!r}: new_computed_blocks"
-        if blocks is not None and not blocks.is_of(self.pool):
-            raise CallError(f"{name}: expected this manager's answer to a lookup, found blocks of another pool")
-        rows = blocks.block_ids if blocks is not None else self._no_block_ids
-        for group, row in zip(self.groups, rows, strict=True):
-            num_row_tokens = len(row) * group.num_tokens_per_block
-            if num_row_tokens != num_hit_tokens:
-                raise CallError(
-                    f"{name}: expected the blocks of num_new_computed_tokens {num_hit_tokens}, found those of "
-                    f"{num_row_tokens} tokens in KV cache group {group.group_id}"
-                )
 
     def _answer(self, block_ids: tuple[list[int], ...]) -> KVCacheBlocks:
         return KVCacheBlocks.of_ids(self.pool, block_ids) if any(block_ids) else self.empty_kv_cache_blocks

@@ -11,35 +11,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-RANK = 8
+from tests.serving import lora_adapter
+
+# Strong enough to change what a random model says.
+ADAPTER_SCALE = 30.0
 # 48 tokens in three full blocks, and the last one, which is always computed. The second conversation has other tokens.
 PROMPTS = {name: list(range(first, first + 49)) for name, first in (("adapters", 1000), ("salts", 2000))}
-
-
-def write_adapter(folder: Path, model: str, seed: int) -> str:
-    """A random adapter of the query and value projections, strong enough to change what a random model says."""
-    import torch
-    from safetensors.torch import save_file
-
-    config = json.loads((Path(model) / "config.json").read_text())
-    hidden_size = config["hidden_size"]
-    head_size = config.get("head_dim") or hidden_size // config["num_attention_heads"]
-    num_outputs = {
-        "q_proj": config["num_attention_heads"] * head_size,
-        "v_proj": config["num_key_value_heads"] * head_size,
-    }
-    generator = torch.Generator().manual_seed(seed)
-    weights = {}
-    for layer in range(config["num_hidden_layers"]):
-        for module, num_rows in num_outputs.items():
-            name = f"base_model.model.model.layers.{layer}.self_attn.{module}"
-            weights[f"{name}.lora_A.weight"] = torch.randn(RANK, hidden_size, generator=generator)
-            weights[f"{name}.lora_B.weight"] = torch.randn(num_rows, RANK, generator=generator)
-    folder.mkdir()
-    save_file(weights, folder / "adapter_model.safetensors")
-    settings = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": list(num_outputs), "bias": "none"}
-    (folder / "adapter_config.json").write_text(json.dumps(settings))
-    return str(folder)
 
 
 def run(manager: str, model: str, folder: Path) -> dict[str, Any]:
@@ -62,11 +39,14 @@ def run(manager: str, model: str, folder: Path) -> dict[str, Any]:
         max_num_seqs=4,
         enable_lora=True,
         max_loras=2,
-        max_lora_rank=RANK,
+        max_lora_rank=lora_adapter.RANK,
     )
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     adapters = {
-        number: LoRARequest("S", number, write_adapter(folder / f"{number}", model, number)) for number in (1, 2)
+        number: LoRARequest(
+            "S", number, lora_adapter.write_adapter(folder / f"{number}", model, number, scale=ADAPTER_SCALE)
+        )
+        for number in (1, 2)
     }
 
     def ask(prompt: str, adapter: int | None = None, salt: str | None = None, *, alone: bool = False) -> dict[str, Any]:

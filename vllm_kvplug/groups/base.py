@@ -6,6 +6,8 @@ token looks at (`num_skipped_tokens`). A new attention type is one module beside
 `groups/__init__.py`.
 
 A position whose block no later token needs holds the null block, 0.
+
+Longer than other files: planning, committing, caching and releasing read one table, and are read together.
 """
 
 from __future__ import annotations
@@ -20,31 +22,11 @@ from vllm_kvplug.allocation import GroupPlan, SlotDemand
 from vllm_kvplug.block_pool import NULL_BLOCK_ID, BlockPool
 from vllm_kvplug.errors import CallError
 from vllm_kvplug.geometry import GroupGeometry, num_blocks_for
+from vllm_kvplug.groups.table import BlockTable
 from vllm_kvplug.hash_row import HashRow
 from vllm_kvplug.observers import ObserverSet
 
 NO_LIMIT = sys.maxsize
-
-
-class BlockTable:
-    """One request's blocks in one group.
-
-    Attributes:
-        block_ids: by position, the block that holds these tokens, or the null block.
-        num_cached_blocks: leading blocks that are in the prefix cache or need not go there any more.
-        is_admitted: the request took its hits or cached a block; from then on it has no further hits.
-        first_unpublished: no block from this position on may go into the prefix cache (a load into it failed).
-        num_leading_nulls: so many leading positions surely hold the null block (there may be more).
-    """
-
-    __slots__ = ("block_ids", "first_unpublished", "is_admitted", "num_cached_blocks", "num_leading_nulls")
-
-    def __init__(self) -> None:
-        self.block_ids: list[int] = []
-        self.num_cached_blocks = 0
-        self.is_admitted = False
-        self.first_unpublished: int | None = None
-        self.num_leading_nulls = 0
 
 
 class AttentionGroup(ABC):

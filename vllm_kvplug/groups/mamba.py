@@ -17,7 +17,8 @@ from typing import Any
 from vllm_kvplug.allocation import GroupPlan, SlotDemand
 from vllm_kvplug.block_pool import NULL_BLOCK_ID
 from vllm_kvplug.geometry import GroupGeometry
-from vllm_kvplug.groups.base import AttentionGroup, BlockTable
+from vllm_kvplug.groups.base import AttentionGroup
+from vllm_kvplug.groups.table import BlockTable
 
 
 class MambaGroup(AttentionGroup):

@@ -14,7 +14,8 @@ from vllm.v1 import kv_cache_interface as specs
 from vllm_kvplug.allocation import GroupPlan, SlotDemand
 from vllm_kvplug.block_pool import BlockPool as CorePool
 from vllm_kvplug.groups import AttentionGroup, group_class
-from vllm_kvplug.groups.base import NO_LIMIT, BlockTable
+from vllm_kvplug.groups.base import NO_LIMIT
+from vllm_kvplug.groups.table import BlockTable
 from vllm_kvplug.vllm_glue.geometry import group_geometry_of
 from vllm_kvplug.vllm_glue.upstream_views.blocks import BlockRow
 from vllm_kvplug.vllm_glue.upstream_views.pool import BlockPool
