@@ -28,9 +28,11 @@ class NeverFits:
     num_usable_blocks: int
 
 
-def num_needed_blocks(geometry: CacheGeometry, num_tokens: int) -> int:
-    """The fewest blocks, of all groups together, that a request must hold once `num_tokens` tokens are computed."""
-    return sum(group_class(group).min_num_blocks(group, num_tokens) for group in geometry.groups)
+def num_needed_blocks(geometry: CacheGeometry, num_tokens: int, num_step_tokens: int = 1) -> int:
+    """The fewest blocks, of all groups together, that a request must hold in a step that computes the last
+    `num_step_tokens` of its first `num_tokens` tokens.
+    """
+    return sum(group_class(group).min_num_blocks(group, num_tokens, num_step_tokens) for group in geometry.groups)
 
 
 def never_fits(geometry: CacheGeometry, num_tokens: int) -> NeverFits | None:
@@ -45,12 +47,32 @@ def peak_blocks(geometry: CacheGeometry, num_tokens: int) -> int:
 
 
 @functools.lru_cache(maxsize=8)
-def max_fitting_tokens(geometry: CacheGeometry) -> int:
-    """The most tokens, up to `max_model_len`, to which a request can grow, token by token, in an empty pool."""
-    num_usable = geometry.num_usable_blocks
-    lengths = _peak_lengths(geometry, geometry.max_model_len)
-    too_long = next((length for length in lengths if num_needed_blocks(geometry, length) > num_usable), None)
-    return geometry.max_model_len if too_long is None else too_long - 1
+def max_fitting_prompt_tokens(geometry: CacheGeometry, max_step_tokens: int) -> int:
+    """The most tokens, up to `max_model_len`, of a prompt that fits an empty pool in which nothing is cached, computed
+    in steps of `max_step_tokens` tokens.
+    """
+    num_computed_tokens = 0
+    while num_computed_tokens < geometry.max_model_len:
+        num_step_tokens = min(max_step_tokens, geometry.max_model_len - num_computed_tokens)
+        num_tokens = num_computed_tokens + num_step_tokens
+        if num_needed_blocks(geometry, num_tokens, num_step_tokens) > geometry.num_usable_blocks:
+            return num_computed_tokens + _num_fitting_step_tokens(geometry, num_computed_tokens, num_step_tokens)
+        num_computed_tokens += num_step_tokens
+    return num_computed_tokens
+
+
+def _num_fitting_step_tokens(geometry: CacheGeometry, num_computed_tokens: int, num_step_tokens: int) -> int:
+    """The most tokens, below `num_step_tokens`, of a step after `num_computed_tokens` that fit: by halving, since the
+    need grows with them.
+    """
+    fitting, too_many = 0, num_step_tokens
+    while too_many - fitting > 1:
+        middle = (fitting + too_many) // 2
+        if num_needed_blocks(geometry, num_computed_tokens + middle, middle) > geometry.num_usable_blocks:
+            too_many = middle
+        else:
+            fitting = middle
+    return fitting
 
 
 def _peak_lengths(geometry: CacheGeometry, num_tokens: int) -> range:

@@ -437,3 +437,12 @@ def test_a_manager_that_checks_itself_is_not_copied() -> None:
         with pytest.raises(CallError, match="expected not to be copied or pickled"):
             copy_it(manager)
     assert copy.deepcopy(CacheManager(geometry, Settings())).pool.num_free_blocks == 8
+
+
+@pytest.mark.parametrize("kind", AttentionKind)
+def test_every_kind_has_a_class(kind: AttentionKind) -> None:
+    group = GroupGeometry(kind, 4, window_tokens=6, chunk_tokens=8, num_sink_blocks=int(kind is AttentionKind.SINK))
+    manager = make(group, enable_caching=False)
+    assert manager.allocate_slots(request("a", 9), 9, num_encoder_tokens=9) is not None
+    check_invariants(manager)
+    assert manager.pool.num_held_blocks == 3

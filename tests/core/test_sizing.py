@@ -9,8 +9,9 @@ from vllm_kvplug.sizing import (
     NeverFits,
     geometry_from_json,
     geometry_to_json,
-    max_fitting_tokens,
+    max_fitting_prompt_tokens,
     never_fits,
+    num_needed_blocks,
     peak_blocks,
 )
 
@@ -53,7 +54,7 @@ def test_groups_that_look_back_only_so_far_never_need_more(group: GroupGeometry)
 
 
 def test_beside_such_a_group_full_attention_has_less_room() -> None:
-    alone, beside = (max_fitting_tokens(cache(20, *groups)) for groups in ((FULL,), (FULL, WINDOW)))
+    alone, beside = (max_fitting_prompt_tokens(cache(20, *groups), 1) for groups in ((FULL,), (FULL, WINDOW)))
     assert alone == 19 * 16
     assert 16 * 15 <= beside < alone
 
@@ -64,7 +65,7 @@ def test_the_longest_that_fits_fits_and_one_token_more_does_not(
     groups: tuple[GroupGeometry, ...], num_blocks: int
 ) -> None:
     geometry = cache(num_blocks, *groups, max_model_len=10_000)
-    longest = max_fitting_tokens(geometry)
+    longest = max_fitting_prompt_tokens(geometry, 1)
     assert never_fits(geometry, longest) is None
     assert never_fits(geometry, longest + 1) is not None
 
@@ -75,7 +76,7 @@ def test_the_need_rises_and_falls_where_a_window_passes_blocks() -> None:
     # 65 tokens need one block, but 64 needed four.
     geometry = cache(4, CHUNKED)
     assert never_fits(geometry, 65) is None
-    assert max_fitting_tokens(geometry) == 48
+    assert max_fitting_prompt_tokens(geometry, 1) == 48
 
 
 def test_the_peak_is_that_of_every_length() -> None:
@@ -88,12 +89,12 @@ def test_the_peak_is_that_of_every_length() -> None:
 
 
 def test_no_length_beyond_max_model_len_is_promised() -> None:
-    assert max_fitting_tokens(cache(1000, FULL, max_model_len=256)) == 256
+    assert max_fitting_prompt_tokens(cache(1000, FULL, max_model_len=256), 1) == 256
 
 
 def test_a_model_without_a_cache_fits_whatever_comes() -> None:
     assert never_fits(cache(1), 1024) is None
-    assert max_fitting_tokens(cache(1)) == 1024
+    assert max_fitting_prompt_tokens(cache(1), 1) == 1024
 
 
 @pytest.mark.parametrize("groups", [(), (FULL,), (FULL, WINDOW, CHUNKED, MAMBA, SINK, CROSS)])
@@ -105,3 +106,26 @@ def test_a_geometry_comes_back_from_json(groups: tuple[GroupGeometry, ...]) -> N
 def test_what_is_no_geometry_is_refused() -> None:
     with pytest.raises(ValueError, match="num_blocks"):
         geometry_from_json('{"max_model_len": 10, "groups": []}')
+
+
+@pytest.mark.parametrize("max_step_tokens", [1, 7, 16, 40, 64, 2048])
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW), (WINDOW,), (CHUNKED, FULL), (MAMBA, FULL)])
+def test_a_prompt_that_fits_in_steps_is_the_longest_one(
+    groups: tuple[GroupGeometry, ...], max_step_tokens: int
+) -> None:
+    geometry = cache(14, *groups, max_model_len=400)
+
+    def fits(num_tokens: int) -> bool:
+        ends = [*range(max_step_tokens, num_tokens, max_step_tokens), num_tokens]
+        steps = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+        return all(num_needed_blocks(geometry, end, step) <= 13 for end, step in zip(ends, steps, strict=True))
+
+    longest = max_fitting_prompt_tokens(geometry, max_step_tokens)
+    assert [fits(num_tokens) for num_tokens in range(1, 401)] == [num_tokens <= longest for num_tokens in range(1, 401)]
+
+
+def test_a_windows_prompt_needs_more_the_more_a_step_computes() -> None:
+    geometry = cache(20, FULL, WINDOW)
+    longest = [max_fitting_prompt_tokens(geometry, max_step_tokens) for max_step_tokens in (1, 64, 2048)]
+    assert longest == sorted(longest, reverse=True)
+    assert longest[-1] == 9 * 16  # all at once: as many blocks in the window's group as in the other

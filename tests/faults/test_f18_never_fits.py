@@ -202,7 +202,7 @@ def test_a_pool_smaller_than_the_longest_request_is_warned_of(
     assert len(lines) == warns
     if warns:
         assert "max_model_len 160 does not fit the KV cache: it needs 40 blocks, and there are 39" in lines[0]
-        assert "more than 156 tokens" in lines[0]
+        assert "Prompts that fit have at most 156 tokens, and" in lines[0]
 
 
 def test_what_goes_on_at_its_next_attempt_is_not_ended(engine_config: Any) -> None:

@@ -22,7 +22,7 @@ def geometry(num_blocks: int) -> CacheGeometry:
 
 
 def answer(num_blocks: int) -> dict[str, str]:
-    return {"manager": "kvplug", report.GEOMETRY: geometry_to_json(geometry(num_blocks))}
+    return {"manager": "kvplug", report.GEOMETRY: geometry_to_json(geometry(num_blocks)), report.STEP_TOKENS: "2048"}
 
 
 def front_end(*answers: dict[str, str]) -> Any:
@@ -61,7 +61,12 @@ def test_a_prompt_that_fits_passes_as_it_is() -> None:
 def test_a_prompt_that_does_not_is_refused_with_both_numbers_and_a_way_out(made: Any) -> None:
     with pytest.raises(ValueError, match="The prompt of 65 tokens needs 5 KV cache blocks") as refusal:
         process(front_end(answer(5)), made)
-    for part in ("has 4 for all", "At most 64 tokens can.", "--num-gpu-blocks-override", "gpu-memory-utilization"):
+    for part in (
+        "has 4 for all",
+        "Prompts that fit have at most 64 tokens.",
+        "--num-gpu-blocks-override",
+        "gpu-memory-utilization",
+    ):
         assert part in str(refusal.value)
     assert refusal.value.parameter == "input_tokens"  # type: ignore[attr-defined]
 

@@ -82,7 +82,7 @@ def test_a_prompt_that_can_never_fit_is_a_bad_request(server: ServerProcess, cli
         error = answer.json()["error"]
         needed = f"prompt of {num_tokens} tokens needs {-(-num_tokens // 16)} KV cache blocks, and the engine has 19"
         assert needed in error["message"]
-        assert f"At most {NUM_FITTING_TOKENS} tokens can" in error["message"]
+        assert f"Prompts that fit have at most {NUM_FITTING_TOKENS} tokens" in error["message"]
         assert error["type"] == "BadRequestError"
     assert_serves(client)
 

@@ -66,9 +66,9 @@ class AttentionGroup(ABC):
 
     @classmethod
     @abstractmethod
-    def min_num_blocks(cls, geometry: GroupGeometry, num_tokens: int) -> int:
-        """The fewest blocks that a request of `num_tokens` tokens must hold at one time, whatever is cached and however
-        its prompt is cut into steps.
+    def min_num_blocks(cls, geometry: GroupGeometry, num_tokens: int, num_step_tokens: int = 1) -> int:
+        """The fewest blocks that a request must hold in a step that computes the last `num_step_tokens` of its first
+        `num_tokens` tokens; with a step of one token, in any step that computes the last of them.
         """
 
     @abstractmethod

@@ -18,8 +18,8 @@ class ChunkedLocalGroup(AttentionGroup):
     """See the module."""
 
     @classmethod
-    def min_num_blocks(cls, geometry: GroupGeometry, num_tokens: int) -> int:
-        chunk_start = max(num_tokens - 1, 0) // geometry.chunk_tokens * geometry.chunk_tokens
+    def min_num_blocks(cls, geometry: GroupGeometry, num_tokens: int, num_step_tokens: int = 1) -> int:
+        chunk_start = max(num_tokens - num_step_tokens, 0) // geometry.chunk_tokens * geometry.chunk_tokens
         return num_blocks_for(num_tokens, geometry.num_tokens_per_block) - chunk_start // geometry.num_tokens_per_block
 
     def match(self, block_hashes: Sequence[bytes], max_num_blocks: int, alignment_blocks: int = 1) -> list[int]:

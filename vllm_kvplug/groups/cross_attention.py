@@ -18,7 +18,7 @@ class CrossAttentionGroup(AttentionGroup):
     """See the module."""
 
     @classmethod
-    def min_num_blocks(cls, geometry: GroupGeometry, num_tokens: int) -> int:
+    def min_num_blocks(cls, geometry: GroupGeometry, num_tokens: int, num_step_tokens: int = 1) -> int:
         return 0  # the decoder's tokens take none
 
     def match(self, block_hashes: Sequence[bytes], max_num_blocks: int, alignment_blocks: int = 1) -> list[int]:

@@ -16,7 +16,7 @@ class FullAttentionGroup(AttentionGroup):
     any_shorter_prefix_serves = True
 
     @classmethod
-    def min_num_blocks(cls, geometry: GroupGeometry, num_tokens: int) -> int:
+    def min_num_blocks(cls, geometry: GroupGeometry, num_tokens: int, num_step_tokens: int = 1) -> int:
         return num_blocks_for(num_tokens, geometry.num_tokens_per_block)
 
     def match(self, block_hashes: Sequence[bytes], max_num_blocks: int, alignment_blocks: int = 1) -> list[int]:

@@ -30,7 +30,7 @@ class MambaGroup(AttentionGroup):
         self._hashes_cached_this_step: set[bytes] = set()
 
     @classmethod
-    def min_num_blocks(cls, geometry: GroupGeometry, num_tokens: int) -> int:
+    def min_num_blocks(cls, geometry: GroupGeometry, num_tokens: int, num_step_tokens: int = 1) -> int:
         return 1 + geometry.num_speculative_blocks if num_tokens else 0
 
     def match(self, block_hashes: Sequence[bytes], max_num_blocks: int, alignment_blocks: int = 1) -> list[int]:

@@ -27,8 +27,9 @@ class SlidingWindowGroup(AttentionGroup):
         self._num_run_blocks = max(num_window_blocks + self.num_blocks_beyond_hit, 1)
 
     @classmethod
-    def min_num_blocks(cls, geometry: GroupGeometry, num_tokens: int) -> int:
-        num_skipped_blocks = max(num_tokens - geometry.window_tokens, 0) // geometry.num_tokens_per_block
+    def min_num_blocks(cls, geometry: GroupGeometry, num_tokens: int, num_step_tokens: int = 1) -> int:
+        num_skipped_tokens = max(num_tokens - num_step_tokens - geometry.window_tokens + 1, 0)
+        num_skipped_blocks = num_skipped_tokens // geometry.num_tokens_per_block
         return num_blocks_for(num_tokens, geometry.num_tokens_per_block) - num_skipped_blocks
 
     def match(self, block_hashes: Sequence[bytes], max_num_blocks: int, alignment_blocks: int = 1) -> list[int]:

@@ -31,26 +31,25 @@ def watch(scheduler: Any) -> None:
     manager = scheduler.kv_cache_manager
     if not isinstance(manager, CacheManager):
         return
-    _warn_if_pool_is_small(manager.geometry)
+    _warn_if_pool_is_small(manager.geometry, report.max_step_tokens(scheduler))
     if hasattr(scheduler, "update_from_output"):
         watched = _Watched(scheduler)
         scheduler.schedule, scheduler.update_from_output = watched.schedule, watched.update_from_output
 
 
-def _warn_if_pool_is_small(geometry: CacheGeometry) -> None:
+def _warn_if_pool_is_small(geometry: CacheGeometry, max_step_tokens: int) -> None:
     # A request's last token is never computed.
     num_needed_blocks = sizing.peak_blocks(geometry, geometry.max_model_len - 1)
     num_usable_blocks = geometry.num_usable_blocks
     if num_needed_blocks > num_usable_blocks:
         logger.warning(
             "max_model_len %d does not fit the KV cache: it needs %d blocks, and there are %d for all requests. "
-            "Prompts of more than %d tokens are refused%s, and a request that grows beyond ends with an error. "
+            "Prompts that fit have at most %s, and a request that grows beyond the cache ends with an error. "
             "Serve with a smaller --max-model-len, or with a larger cache: %s",
             geometry.max_model_len,
             num_needed_blocks,
             num_usable_blocks,
-            sizing.max_fitting_tokens(geometry),
-            report.step_caveat(geometry),
+            report.fitting_prompts(geometry, max_step_tokens),
             report.LARGER_POOL,
         )
 
@@ -112,7 +111,8 @@ class _Watched:
         if state not in attempts.states:
             attempts.states.add(state)
             return False
-        if attempts.has_fresh_cache or scheduler.kv_cache_manager.usage:
+        # Only a hit can make it need too much that a cold start would not.
+        if attempts.has_fresh_cache or not refusal.num_present_tokens or scheduler.kv_cache_manager.usage:
             return True
         attempts.has_fresh_cache = scheduler.kv_cache_manager.reset_prefix_cache()
         attempts.states.clear()

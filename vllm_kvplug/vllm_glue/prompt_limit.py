@@ -24,11 +24,11 @@ class PromptLimit:
     """What a front end's engines can hold.
 
     Args:
-        geometries: one for each engine, in the order of their ranks.
+        engines: of each engine, in the order of their ranks, its cache and the most tokens that one step computes.
     """
 
-    def __init__(self, geometries: Sequence[CacheGeometry]) -> None:
-        self.geometries = tuple(geometries)
+    def __init__(self, engines: Sequence[tuple[CacheGeometry, int]]) -> None:
+        self._engines = tuple(engines)
 
     def check(self, num_tokens: int, engine_rank: int | None = None) -> None:
         """See that a prompt of `num_tokens` tokens fits; without a rank any engine may get it, so the smallest counts.
@@ -36,17 +36,19 @@ class PromptLimit:
         Raises:
             VLLMValidationError: it does not; names the blocks that it needs and those that there are.
         """
-        named = engine_rank is not None and 0 <= engine_rank < len(self.geometries)
-        for geometry in (self.geometries[engine_rank],) if named and engine_rank is not None else self.geometries:
+        engines = self._engines
+        if engine_rank is not None and 0 <= engine_rank < len(engines):
+            engines = (engines[engine_rank],)
+        for geometry, max_step_tokens in engines:
             misfit = sizing.never_fits(geometry, num_tokens)
             if misfit is not None:
                 from vllm.exceptions import VLLMValidationError
 
                 raise VLLMValidationError(
                     f"The prompt of {num_tokens} tokens needs {misfit.num_needed_blocks} KV cache blocks, and the "
-                    f"engine has {misfit.num_usable_blocks} for all requests together, so it could never run. At most "
-                    f"{sizing.max_fitting_tokens(geometry)} tokens can{report.step_caveat(geometry)}. Send fewer, or "
-                    f"serve with a larger cache: {report.LARGER_POOL}.",
+                    f"engine has {misfit.num_usable_blocks} for all requests together, so it could never run. Prompts "
+                    f"that fit have at most {report.fitting_prompts(geometry, max_step_tokens)}. Send fewer, or serve "
+                    f"with a larger cache: {report.LARGER_POOL}.",
                     parameter="input_tokens",
                     value=num_tokens,
                 )
@@ -57,9 +59,13 @@ def learn(front_end: Any, answers: Sequence[dict[str, str]]) -> None:
 
     Engines whose manager has no geometry of kvplug's limit nothing.
     """
-    texts = [answer[report.GEOMETRY] for answer in answers if report.GEOMETRY in answer]
-    if texts:
-        setattr(front_end.input_processor, _LIMIT, PromptLimit([sizing.geometry_from_json(text) for text in texts]))
+    engines = [
+        (sizing.geometry_from_json(answer[report.GEOMETRY]), int(answer[report.STEP_TOKENS]))
+        for answer in answers
+        if report.GEOMETRY in answer
+    ]
+    if engines:
+        setattr(front_end.input_processor, _LIMIT, PromptLimit(engines))
 
 
 async def ask_engines(engine_client: Any, *question: Any) -> list[Any]:

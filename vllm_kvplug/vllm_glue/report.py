@@ -11,7 +11,7 @@ from vllm_kvplug.checking import CheckedCalls
 from vllm_kvplug.errors import ContractError
 from vllm_kvplug.geometry import WINDOW_KINDS, CacheGeometry
 from vllm_kvplug.settings import Settings
-from vllm_kvplug.sizing import geometry_to_json
+from vllm_kvplug.sizing import geometry_to_json, max_fitting_prompt_tokens
 from vllm_kvplug.vllm_glue import contract, registry
 from vllm_kvplug.vllm_glue.choice import ManagerChoice, chosen
 
@@ -19,16 +19,29 @@ from vllm_kvplug.vllm_glue.choice import ManagerChoice, chosen
 LABELS = ("manager", "version", "eviction", "groups", "num_blocks", "block_size")
 # The key of an engine's answer under which a manager of kvplug's tells the shape of its cache, as JSON.
 GEOMETRY = "geometry"
+# And the most tokens of a request that one step computes.
+STEP_TOKENS = "max_step_tokens"
 # And, where it checks itself (setting check_invariants), the number of its findings so far.
 FINDINGS = "invariant_findings"
 # What a user changes where a request does not fit.
 LARGER_POOL = "a higher --gpu-memory-utilization (VLLM_CPU_KVCACHE_SPACE on the CPU) or --num-gpu-blocks-override"
 
 
-def step_caveat(geometry: CacheGeometry) -> str:
-    """What to add to the most tokens that fit, where a group holds more the more of them one step computes."""
+def max_step_tokens(scheduler: Any) -> int:
+    """The most tokens of one request that the scheduler lets a step compute; any prompt's, if it does not tell."""
+    config = getattr(scheduler, "scheduler_config", None)
+    if config is None:
+        return int(scheduler.kv_cache_manager.max_model_len)
+    thresholds = (config.max_num_batched_tokens, config.long_prefill_token_threshold)
+    return min(threshold for threshold in thresholds if threshold > 0)
+
+
+def fitting_prompts(geometry: CacheGeometry, max_step_tokens: int) -> str:
+    """Which prompts fit, as a sentence's end."""
+    num_tokens = max_fitting_prompt_tokens(geometry, max_step_tokens)
     has_window = any(group.kind in WINDOW_KINDS for group in geometry.groups)
-    return " (fewer where a step computes many at once: --max-num-batched-tokens)" if has_window else ""
+    in_steps = f" in steps of {max_step_tokens} (--max-num-batched-tokens)" if has_window else ""
+    return f"{num_tokens} tokens{in_steps}"
 
 
 def check_in_force(scheduler: Any, choice: ManagerChoice) -> None:
@@ -119,7 +132,12 @@ def of_engine_core(engine_core: Any, expected_name: str, expected_config: str) -
         raise ContractError(f"expected kv_cache_manager {expected} chosen in this engine, found {name!r} with {config}")
     check_in_force(engine_core.scheduler, choice)
     geometry = getattr(engine_core.scheduler.kv_cache_manager, "geometry", None)
-    told = {GEOMETRY: geometry_to_json(geometry)} if isinstance(geometry, CacheGeometry) else {}
+    told: dict[str, str] = {}
+    if isinstance(geometry, CacheGeometry):
+        told = {
+            GEOMETRY: geometry_to_json(geometry),
+            STEP_TOKENS: str(max_step_tokens(engine_core.scheduler)),
+        }
     checks = getattr(engine_core.scheduler.kv_cache_manager, "checks", None)
     if isinstance(checks, CheckedCalls):
         told[FINDINGS] = str(checks.num_findings)
