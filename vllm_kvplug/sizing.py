@@ -76,10 +76,16 @@ def _num_fitting_step_tokens(geometry: CacheGeometry, num_computed_tokens: int, 
 
 
 def _peak_lengths(geometry: CacheGeometry, num_tokens: int) -> range:
-    """The lengths, in tokens, at which the need can rise: a block's first token. Windows let it fall in between."""
-    return range(
-        1, num_tokens + 1, math.gcd(*(group.num_tokens_per_block for group in geometry.groups)) or max(num_tokens, 1)
-    )
+    """The lengths, in tokens, at which the need can be highest: blocks' first tokens in the last round.
+
+    It rises with a block's first token. Windows and chunks let it fall in between and then repeat themselves; the rest
+    only grows.
+    """
+    block_sizes = [group.num_tokens_per_block for group in geometry.groups]
+    step_tokens = math.gcd(*block_sizes) or 1
+    round_tokens = math.lcm(*block_sizes, *(max(group.chunk_tokens, 1) for group in geometry.groups))
+    first = max(num_tokens - round_tokens, 0) // step_tokens * step_tokens + 1
+    return range(first, num_tokens + 1, step_tokens)
 
 
 _geometries = TypeAdapter(CacheGeometry)
