@@ -1,6 +1,6 @@
 """One engine in this process, one batch of greedy requests, all added before the first step: JSON of what came out.
 
-Run as a program, once for each manager: `python -m tests.serving.engine_run MANAGER MODEL OUTPUT [BATCH [FOLDER]]`.
+Run as a program, once for each manager: `python -m tests.serving.engine_run MANAGER MODEL OUTPUT BATCH FOLDER`.
 vLLM's in-process engine is deterministic then, so two managers that decide alike give equal texts. A batch is a name in
 `BATCHES`; FOLDER holds what it reads.
 """
@@ -140,7 +140,6 @@ def run_program(module: str, *arguments: str) -> None:
 
 if __name__ == "__main__":
     os.environ.update(ENVIRONMENT)
-    manager, model, output, *rest = sys.argv[1:]
-    folder = Path(rest[1]) if len(rest) > 1 else Path()
-    report = run(manager, model, BATCHES[rest[0] if rest else "default"](folder))
+    manager, model, output, batch, folder = sys.argv[1:]
+    report = run(manager, model, BATCHES[batch](Path(folder)))
     Path(output).write_text(json.dumps(report))

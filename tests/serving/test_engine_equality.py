@@ -1,41 +1,47 @@
-"""The default model behind both managers, a pool that must preempt and evict: the same texts and the same decisions."""
+"""Real engines behind both managers, in pools that must preempt and evict: the same texts and the same decisions."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.serving.engine_run import ADAPTERS, run_both
+from tests.serving.lora_adapter import write_adapter
+from vllm_kvplug.cli.model import ensure_model
+
 pytestmark = pytest.mark.serving
 
 
-def run_engine(manager: str, model_path: str, tmp_path: Path) -> dict[str, Any]:
-    output = tmp_path / f"{manager}.json"
-    command = [sys.executable, "-m", "tests.serving.engine_run", manager, model_path, str(output)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return json.loads(output.read_text())
-
-
-def test_both_managers_give_the_same_answers_under_preemption_and_eviction(model_path: str, tmp_path: Path) -> None:
-    upstream = run_engine("upstream", model_path, tmp_path)
-    kvplug = run_engine("kvplug", model_path, tmp_path)
-    assert upstream.pop("manager_class") == "vllm.v1.core.kv_cache_manager.KVCacheManager"
-    assert kvplug.pop("manager_class") == "vllm_kvplug.vllm_glue.manager.KVCacheManager"
-
-    # A run without hits or preemptions would compare nothing.
-    assert len(kvplug["requests"]) == 64
+def check_equal(upstream: dict[str, Any], kvplug: dict[str, Any], num_requests: int) -> None:
+    """All that came out is equal, and the run was one that compares something."""
+    assert len(kvplug["requests"]) == num_requests
+    # A run without hits or preemptions, or where all say the same, would compare nothing.
     assert kvplug["num_hit_tokens"] > 0
     assert kvplug["num_preemptions"] > 0
-    assert len({request["text"] for request in kvplug["requests"]}) > 32
+    assert len({request["text"] for request in kvplug["requests"]}) > num_requests // 2
 
     assert kvplug == upstream
     assert kvplug["usage_after"] == 0.0
     print(
-        f"64 requests: {kvplug['num_preemptions']} preemptions, "
+        f"{num_requests} requests: {kvplug['num_preemptions']} preemptions, "
         f"{kvplug['num_hit_tokens']} of {kvplug['num_queried_tokens']} tokens hit, on both sides"
     )
+
+
+def test_the_default_model(model_path: str, tmp_path: Path) -> None:
+    check_equal(*run_both(model_path, "default", tmp_path), num_requests=64)
+
+
+def test_a_model_of_three_kv_cache_groups(tmp_path: Path) -> None:
+    upstream, kvplug = run_both(ensure_model("tiny-hybrid"), "hybrid", tmp_path)
+    assert kvplug["num_groups"] == 3
+    check_equal(upstream, kvplug, num_requests=32)
+
+
+def test_two_adapters_and_salts(model_path: str, tmp_path: Path) -> None:
+    """Their keys are what kvplug makes otherwise than upstream; where no name is used twice, the hits are the same."""
+    for seed, name in enumerate(ADAPTERS):
+        write_adapter(tmp_path / name, model_path, seed)
+    check_equal(*run_both(model_path, "keys", tmp_path), num_requests=24)
