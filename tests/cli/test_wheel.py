@@ -21,7 +21,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    shutil.copytree(ROOT / "vllm_kvplug", source / "vllm_kvplug", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("vllm_kvplug", "evals"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", str(out), str(source)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -35,6 +36,9 @@ def read(wheel: zipfile.ZipFile, suffix: str) -> str:
 
 def test_it_holds_the_whole_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "vllm_kvplug").rglob("*.py")}
+    # evals/ is installed inside the package, with all that its tasks and reports read.
+    evals = {path for path in (ROOT / "evals").rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+    sources |= {f"vllm_kvplug/{path.relative_to(ROOT).as_posix()}" for path in evals if path.suffix != ".md"}
     packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert packed == sources | {"vllm_kvplug/py.typed"}
 
@@ -43,7 +47,7 @@ def test_no_unconditional_requirement_can_pull_a_second_vllm(wheel: zipfile.ZipF
     metadata = message_from_string(read(wheel, ".dist-info/METADATA"))
     requirements = [Requirement(line) for line in metadata.get_all("Requires-Dist", [])]
     always = {requirement.name for requirement in requirements if requirement.marker is None}
-    assert always == {"httpx", "pydantic", "rich", "typer"}
+    assert always == {"httpx", "msgspec", "pydantic", "rich", "typer"}
     (cuda,) = [requirement for requirement in requirements if requirement.name == "vllm"]
     assert (str(cuda.specifier), str(cuda.marker)) == ("==0.17.1", 'extra == "cuda"')
 
