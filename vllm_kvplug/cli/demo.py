@@ -5,18 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import httpx
 import typer
-from rich.console import Console
 
+from vllm_kvplug.cli import console, server_metrics
 from vllm_kvplug.cli.models.catalogue import DEFAULT_NAME
 from vllm_kvplug.cli.models.store import ensure_model
 from vllm_kvplug.cli.server_process import ServerError, ServerProcess
@@ -34,7 +33,6 @@ SERVER_ARGS = (
     *("--served-model-name", SERVED_NAME),
     "--enable-prompt-tokens-details",
 )
-READY_TIMEOUT_S = 300.0
 REQUEST_TIMEOUT_S = 120.0
 
 # The prefix that both requests share: more than 200 tokens, so more than ten full blocks.
@@ -84,27 +82,27 @@ def run(
     keep: bool = False,
     port: int | None = None,
     server_command: Sequence[str] | None = None,
-    ready_timeout_s: float = READY_TIMEOUT_S,
+    ready_timeout_s: float = console.READY_TIMEOUT_S,
 ) -> None:
     """The demonstration, told on standard output and its progress on standard error.
 
     Raises:
         KVPlugError: anything that failed. No process of the server is left then.
     """
-    with _signals_as_interrupts(), tempfile.TemporaryDirectory(prefix="kvplug-demo-") as folder:
-        _say(f"model      {model}")
-        path = ensure_model(model, report=_say)
+    with console.signals_as_interrupts(), tempfile.TemporaryDirectory(prefix="kvplug-demo-") as folder:
+        console.say(f"model      {model}")
+        path = ensure_model(model, report=console.say)
         if path.startswith(("/", "./", "../")) and not Path(path).exists():
             raise DemoError(f"model {path}: expected a checkpoint's folder, found nothing there")
         log_path = Path(folder) / "server.log"
         with ServerProcess(path, SERVER_ARGS, None, log_path, port=port, command=server_command) as server:
-            _say(f"starting   {server}")
-            seconds = _wait_ready(server, ready_timeout_s)
+            console.say(f"starting   {server}")
+            seconds = console.wait_ready(server, ready_timeout_s)
             print(f"ready      {server.url} after {seconds:.0f} s", flush=True)
             _show_requests(server)
             if keep:
                 _keep(server)
-            _say("stopping   the server")
+            console.say("stopping   the server")
             _stop(server)
 
 
@@ -143,22 +141,15 @@ def manager_in_force(url: str) -> dict[str, str]:
     Raises:
         DemoError: there is no such metric (so vLLM's own manager serves), or it names another manager.
     """
-    # vLLM brings this parser; the package itself does not need it.
-    from prometheus_client.parser import text_string_to_metric_families
-
-    text = _checked(httpx.get(f"{url}/metrics", timeout=REQUEST_TIMEOUT_S, trust_env=False)).text
-    found = [
-        dict(sample.labels)
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-        if sample.name == "kvplug_info" and sample.value == 1
-    ]
-    if not found:
+    try:
+        labels = server_metrics.manager_in_force(server_metrics.read_samples(url))
+    except server_metrics.MetricsError as error:
+        raise DemoError(str(error)) from None
+    if not labels:
         raise DemoError("expected kvplug_info on the server's /metrics, found none: vLLM's own manager serves")
-    names = sorted({labels.get("manager", "?") for labels in found})
-    if names != [MANAGER]:
-        raise DemoError(f"expected manager {MANAGER} in force, found {', '.join(names)}")
-    return found[0]
+    if labels.get("manager") != MANAGER:
+        raise DemoError(f"expected manager {MANAGER} in force, found {labels.get('manager', '?')}")
+    return labels
 
 
 def request_body(question: str) -> dict[str, Any]:
@@ -216,35 +207,3 @@ def _stop(server: ServerProcess) -> None:
     if status not in (0, -signal.SIGTERM):
         raise DemoError(server.with_log_tail(f"the server did not end cleanly: exit status {status}"))
     print(f"stopped    the server, cleanly (exit status {status})", flush=True)
-
-
-def _wait_ready(server: ServerProcess, timeout_s: float) -> float:
-    """Wait for the server; a terminal sees one line that changes, a log one line a stage."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        return server.wait_ready(timeout_s, on_progress=lambda stage: _say(f"           {stage}"))
-    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console) as progress:
-        task = progress.add_task("importing vLLM")
-        return server.wait_ready(timeout_s, on_progress=lambda stage: progress.update(task, description=stage))
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def _signals_as_interrupts() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the demonstration as Ctrl-C does, so that the server is stopped then too."""
-
-    def interrupt(number: int, frame: object) -> NoReturn:
-        raise KeyboardInterrupt
-
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, interrupt) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -1,0 +1,52 @@
+"""A running server's /metrics, read by the commands that start one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import httpx
+
+from vllm_kvplug.errors import KVPlugError
+
+INFO = "kvplug_info"
+_TIMEOUT_S = 30.0
+
+
+class MetricsError(KVPlugError, RuntimeError):
+    """/metrics could not be read, or does not say what was expected."""
+
+
+def read_samples(url: str, timeout_s: float = _TIMEOUT_S) -> list[Any]:
+    """All samples of `url`/metrics: each has `name`, `labels`, `value`.
+
+    Raises:
+        MetricsError: no answer, or none that can be read.
+    """
+    # vLLM brings this parser; the package itself does not need it.
+    from prometheus_client.parser import text_string_to_metric_families
+
+    try:
+        response = httpx.get(f"{url}/metrics", timeout=timeout_s, trust_env=False)
+        response.raise_for_status()
+        return [s for family in text_string_to_metric_families(response.text) for s in family.samples]
+    except (httpx.HTTPError, ValueError) as error:
+        raise MetricsError(f"{url}/metrics: expected metrics, found {str(error) or type(error).__name__}") from None
+
+
+def total(samples: Iterable[Any], name: str) -> float:
+    """The sum of all series of this name (several engines, several reasons); 0 where there is none."""
+    return sum(sample.value for sample in samples if sample.name == name)
+
+
+def manager_in_force(samples: Iterable[Any]) -> dict[str, str]:
+    """The labels of the server's `kvplug_info`; empty where vLLM's own manager serves untouched.
+
+    Raises:
+        MetricsError: its engines differ.
+    """
+    found = [dict(sample.labels) for sample in samples if sample.name == INFO and sample.value == 1]
+    names = sorted({labels.get("manager", "?") for labels in found})
+    if len(names) > 1:
+        raise MetricsError(f"expected one KV cache manager in force, found {', '.join(names)}")
+    return found[0] if found else {}
