@@ -23,3 +23,11 @@ class CallError(KVPlugError, ValueError):
 
 class BlockError(KVPlugError, RuntimeError):
     """A call that would corrupt the block pool (double free, foreign block id). Nothing was changed."""
+
+
+class TraceError(KVPlugError, ValueError):
+    """A file that is no trace, or one that cannot be read or written: names the file and what was found."""
+
+
+class UsageError(KVPlugError, ValueError):
+    """What was typed cannot be: names the option, the expected and the found value. A command exits with status 2."""
