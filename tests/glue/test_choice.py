@@ -102,6 +102,16 @@ def test_upstream_leaves_nothing_behind(additional_config: dict[str, Any]) -> No
     assert settle({"other": 1, **additional_config}, "upstream") == ({"other": 1}, None)
 
 
+@pytest.mark.parametrize("additional_config", [{}, {"kv_cache_manager": "upstream"}])
+def test_upstream_with_a_trace_is_a_choice_like_others(additional_config: dict[str, Any]) -> None:
+    config = {"trace": "trace.gz", "trace_tokens": True}
+    settled, choice = settle({"other": 1, **additional_config}, "upstream", config)
+    assert type(choice) is ManagerChoice
+    assert settled == {"other": 1, "kv_cache_manager": {"name": "upstream", "config": config}}
+    assert settle(settled) == (settled, choice)
+    assert pickle.loads(pickle.dumps(choice)) == choice
+
+
 @pytest.mark.parametrize(
     ("additional_config", "name", "config", "message"),
     [
@@ -117,6 +127,8 @@ def test_upstream_leaves_nothing_behind(additional_config: dict[str, Any]) -> No
         ({"kv_cache_manager": {"name": 3}}, None, None, "expected a name or 'module:Class', found 3"),
         ({}, None, {"eviction": "lru"}, "expected a kv_cache_manager other than upstream to configure, found none"),
         ({}, "upstream", {"eviction": "lru"}, "to configure, found upstream"),
+        ({}, None, {"trace": "trace.gz"}, "to configure, found none"),
+        ({}, "upstream", {"trace_tokens": True}, "setting 'trace_tokens': expected the setting 'trace'"),
         ({"kv_cache_manager_config": {"eviction": "lru"}}, None, None, "to configure, found none"),
         ({}, "kvplug", "lru", "expected an object of settings, found 'lru'"),
         ({"kv_cache_manager": KVPLUG}, None, {"eviction": "fifo"}, "'eviction' is given twice, as 'fifo' and 'lru'"),
@@ -124,7 +136,8 @@ def test_upstream_leaves_nothing_behind(additional_config: dict[str, Any]) -> No
             {},
             "kvplug",
             {"evict": 1},
-            "unknown setting 'evict'; known settings: check_invariants, check_invariants_every, eviction",
+            "unknown setting 'evict'; known settings: check_invariants, check_invariants_every, eviction, trace, "
+            "trace_max_mib, trace_tokens",
         ),
         ({}, "kvplug", {"eviction": 1}, "setting 'eviction'"),
         ({}, "kvplug", {"eviction": object()}, "expected values that JSON can carry"),

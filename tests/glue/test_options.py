@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from tests.glue.support import own_lines, run_python
+from vllm_kvplug.settings import Settings, TraceSettings
 from vllm_kvplug.vllm_glue.choice import CommandLineChoice
+from vllm_kvplug.vllm_glue.shadow_settings import ShadowSettings
 
 COMMANDS = {
     "serve": ["serve", "some-model"],
@@ -153,9 +155,9 @@ CONFIG = "--kv-cache-manager-config"
     [
         (
             ["--kv-cache-manager", "kvplg"],
-            "unknown manager 'kvplg' (did you mean 'kvplug'?); known managers: kvplug, upstream",
+            "unknown manager 'kvplg' (did you mean 'kvplug'?); known managers: kvplug, shadow, upstream",
         ),
-        (["--kv-cache-manager", "zzz"], "unknown manager 'zzz'; known managers: kvplug, upstream"),
+        (["--kv-cache-manager", "zzz"], "unknown manager 'zzz'; known managers: kvplug, shadow, upstream"),
         ([*CHOOSE, CONFIG, '{"eviction":'], "--kv-cache-manager-config: expected a JSON object"),
         ([*CHOOSE, CONFIG, "lru"], "--kv-cache-manager-config: expected a JSON object"),
         ([*CHOOSE, CONFIG, '["lru"]'], "--kv-cache-manager-config: expected an object of settings, found ['lru']"),
@@ -163,7 +165,7 @@ CONFIG = "--kv-cache-manager-config"
         (
             [*CHOOSE, CONFIG, '{"evict": "lru"}'],
             "--kv-cache-manager-config: unknown setting 'evict'; known settings: "
-            "check_invariants, check_invariants_every, eviction",
+            "check_invariants, check_invariants_every, eviction, trace, trace_max_mib, trace_tokens",
         ),
         ([*CHOOSE, CONFIG, '{"eviction": "fifo"}'], "setting 'eviction': expected one of lru, found 'fifo'"),
         ([*CHOOSE, CONFIG, '{"eviction": 3}'], "setting 'eviction': "),
@@ -177,6 +179,12 @@ CONFIG = "--kv-cache-manager-config"
         ([*CHOOSE, CONFIG + ".a.b=1", CONFIG + ".a", "x"], "'a' is given twice"),
         ([CONFIG, '{"eviction": "lru"}'], "expected a kv_cache_manager other than upstream to configure, found none"),
         (["--kv-cache-manager", "upstream", CONFIG + ".eviction", "lru"], "to configure, found upstream"),
+        (
+            ["--kv-cache-manager", "upstream", CONFIG, '{"eviction": "lru", "trace": "t.gz"}'],
+            "'upstream' takes no settings",
+        ),
+        ([*CHOOSE, CONFIG + ".trace_max_mib", "3"], "setting 'trace_max_mib': expected the setting 'trace'"),
+        ([*CHOOSE, CONFIG + ".trace", "t.gz", CONFIG + ".trace_max_mib", "0"], "setting 'trace_max_mib'"),
         ([*CHOOSE, "--additional-config", '{"kv_cache_manager": "upstream"}'], "chosen twice, as 'kvplug' and"),
         (
             ["--kv-cache-manager", "no_such_module:Class"],
@@ -226,6 +234,12 @@ def test_another_vllm_version_is_refused_only_when_chosen(
         assert cli_parser.parse_args(["serve", "m", *options]).additional_config == {}
 
 
+def test_upstream_with_a_trace_is_a_choice(cli_parser: Any) -> None:
+    options = ["--kv-cache-manager", "upstream", CONFIG + ".trace", "t.gz", CONFIG + ".trace-max-mib", "3"]
+    choice = cli_parser.parse_args(["serve", "m", *options]).additional_config["kv_cache_manager"]
+    assert choice == {"name": "upstream", "config": {"trace": "t.gz", "trace-max-mib": 3}}
+
+
 @pytest.mark.parametrize("topic", ["kv-cache-manager", "kv_cache_manager"])
 def test_help_topic(
     cli_parser: Any, topic: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -238,9 +252,15 @@ def test_help_topic(
     assert ended.value.code == 0
     shown = capsys.readouterr().out
     assert shown.startswith("kv-cache-manager:")
-    assert "--kv-cache-manager {kvplug,upstream,module:Class}" in shown
+    assert "--kv-cache-manager {kvplug,shadow,upstream,module:Class}" in shown
     assert "--kv-cache-manager-config JSON" in shown
     assert "eviction: which free block is reused first" in shown
+    assert "trace: record every call to this file" in " ".join(shown.split())
+    lines = [line.strip() for line in shown.splitlines()]
+    for cls in (Settings, ShadowSettings, TraceSettings):
+        for name in cls.model_fields:
+            assert any(line.startswith(f"- {name}: ") for line in lines), name
+    assert "Settings of shadow (two managers side by side):" in lines
     assert "hybrid" not in shown
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ def entry_points(monkeypatch: pytest.MonkeyPatch) -> list[EntryPoint]:
 def test_entry_points_are_names(entry_points: list[EntryPoint]) -> None:
     entry_points.append(EntryPoint("plain", PLAIN, "vllm_kvplug.managers"))
     entry_points.append(EntryPoint("elsewhere", PLAIN, "another.group"))
-    assert registry.names() == ["kvplug", "plain", "upstream"]
+    assert registry.names() == ["kvplug", "plain", "shadow", "upstream"]
     from tests.glue.managers import Plain
 
     assert registry.load("plain") is Plain
@@ -60,6 +61,18 @@ def test_settings_reach_only_a_class_that_takes_them(kv_cache_config: Any) -> No
     assert build(kv_cache_config=kv_cache_config, max_model_len=64, hash_block_size=16).settings == {"depth": 1}
 
 
+def test_settings_of_a_trace_are_no_third_partys(kv_cache_config: Any, tmp_path: Path) -> None:
+    config = {"depth": 1, "trace": str(tmp_path / "trace.gz"), "trace-max-mib": 1}
+    with_settings = "tests.glue.managers:WithSettings"
+    for name, own in ((PLAIN, {}), (with_settings, {"depth": 1})):
+        given = {key: value for key, value in config.items() if key in own or key.startswith("trace")}
+        registry.validate(name, given)
+        manager = registry.factory(name, given)(kv_cache_config=kv_cache_config, max_model_len=64, hash_block_size=16)
+        assert getattr(manager, "settings", {}) == own
+        assert "allocate_slots" in vars(manager)
+        del manager
+
+
 def test_a_third_party_gets_settings_of_its_own(kv_cache_config: Any) -> None:
     config = {"depth": {"first": 1}}
     with_settings = "tests.glue.managers:WithSettings"
@@ -93,3 +106,18 @@ def test_a_third_partys_check_changes_nothing(monkeypatch: pytest.MonkeyPatch) -
     config = {"depth": 1}
     registry.validate("tests.glue.managers:WithSettings", config)
     assert config == {"depth": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "policy"),
+    [
+        ("upstream", {"trace": "x"}, "lru"),
+        ("kvplug", {"eviction": "lru", "trace": "x"}, "lru"),
+        ("tests.glue.managers:Plain", {}, None),
+        ("shadow", {}, "lru"),
+        ("shadow", {"serving": "tests.glue.managers:Plain", "follower": "kvplug"}, None),
+        ("shadow", {"serving": "kvplug", "follower": "tests.glue.managers:Plain", "trace": "x"}, "lru"),
+    ],
+)
+def test_the_policy_of_a_choice(name: str, config: dict[str, Any], policy: str | None) -> None:
+    assert registry.policy_of(name, config) == policy

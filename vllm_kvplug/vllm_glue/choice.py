@@ -14,7 +14,7 @@ UPSTREAM = "upstream"
 
 
 class ManagerChoice(dict[str, Any]):
-    """`{"name": str, "config": {...}}`: a manager other than vLLM's, checked.
+    """`{"name": str, "config": {...}}`: a manager other than vLLM's, or vLLM's own to be recorded; checked.
 
     Unpickling it puts the hooks in place and activates the choice in that process; a process without the package fails
     with an ImportError instead of serving with another manager. `dataclasses.asdict` rebuilds it from pairs.
@@ -42,7 +42,7 @@ def restore(name: str, config: dict[str, Any]) -> ManagerChoice:
 
 
 def chosen(vllm_config: Any) -> ManagerChoice | None:
-    """The choice that a VllmConfig carries; None: vLLM's own manager."""
+    """The choice that a VllmConfig carries; None: vLLM's own manager, untouched."""
     extra = vllm_config.additional_config
     choice = extra.get(KEY) if isinstance(extra, dict) else None
     return choice if isinstance(choice, ManagerChoice) else None
@@ -57,7 +57,8 @@ def settle(
     """Bring all statements of a choice together: `name` and `config`, and the two keys of `additional_config`.
 
     Returns an additional_config that carries just the choice (the given object itself when nothing is stated; without
-    our keys for `upstream`) and the choice (None for vLLM's own manager). Changes nothing that was given.
+    our keys for `upstream`) and the choice (None for vLLM's own manager, unless its calls are to be recorded). Changes
+    nothing that was given.
 
     Raises:
         SettingsError: malformed, unknown, or two statements that differ.
@@ -82,15 +83,22 @@ def settle(
     merged: dict[str, Any] = {}
     for part in configs:
         merged = merge_settings(merged, part)
-    if name is None or name == UPSTREAM:
+    if name is None or (name == UPSTREAM and not _asks_for_trace(merged)):
         if configs:
             raise SettingsError(
                 f"{CONFIG_KEY}: expected a {KEY} other than {UPSTREAM} to configure, found {name or 'none'}; "
-                "choose kvplug, or leave the settings out"
+                f"choose kvplug, or leave the settings out ({UPSTREAM} takes those of a trace alone)"
             )
         return others, None
     choice = _checked(name, merged, kind)
     return {**others, KEY: choice}, choice
+
+
+def _asks_for_trace(config: Mapping[str, Any]) -> bool:
+    """Whether the settings are, or name, a trace: then vLLM's own manager, too, is one that we construct."""
+    from vllm_kvplug.settings import TraceSettings  # pydantic: not for everybody who has the plugin installed
+
+    return TraceSettings.split(config)[0].trace is not None
 
 
 def _refuse_near_misses(additional_config: Mapping[Any, Any]) -> None:

@@ -1,28 +1,39 @@
-"""Names of managers and what is behind them: `upstream`, `kvplug`, other packages' entry points, and `module:Class`."""
+"""Names of managers and what is behind them: the built-in ones, other packages' entry points, and `module:Class`."""
 
 from __future__ import annotations
 
 import copy
 import difflib
+import hashlib
 import importlib
 import inspect
+import json
 from collections.abc import Callable, Mapping
 from functools import reduce
 from importlib.metadata import entry_points
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm_kvplug.errors import ContractError, KVPlugError, SettingsError
-from vllm_kvplug.settings import Settings
+from vllm_kvplug.redaction import redacted
+from vllm_kvplug.settings import Settings, TraceSettings
 from vllm_kvplug.vllm_glue import contract
 
+if TYPE_CHECKING:
+    from vllm_kvplug.vllm_glue.shadow_settings import ShadowSettings
+
 GROUP = "vllm_kvplug.managers"
-_KVPLUG = "kvplug"
+_UPSTREAM_TARGET = "vllm.v1.core.kv_cache_manager:KVCacheManager"
 _KVPLUG_TARGET = "vllm_kvplug.vllm_glue.manager:KVCacheManager"
+_SHADOW_TARGET = "vllm_kvplug.vllm_glue.shadow:ShadowManager"
+# What upstream's manager reuses first, by kvplug's name for it.
+_UPSTREAMS_EVICTION = "lru"
+_NUM_DIGEST_ROUNDS = 200_000
+_BUILT_IN = {"upstream": _UPSTREAM_TARGET, "kvplug": _KVPLUG_TARGET, "shadow": _SHADOW_TARGET}
 
 
 def names() -> list[str]:
     """The names that `--kv-cache-manager` takes beside `module:Class`."""
-    return sorted({"upstream", _KVPLUG, *_entry_point_targets()})
+    return sorted({*_BUILT_IN, *_entry_point_targets()})
 
 
 def _entry_point_targets() -> dict[str, set[str]]:
@@ -33,13 +44,13 @@ def _entry_point_targets() -> dict[str, set[str]]:
 
 
 def target(name: str) -> str:
-    """The `module:Class` behind a name other than `upstream`; the name itself if it is one.
+    """The `module:Class` behind a name; the name itself if it is one.
 
     Raises:
         SettingsError: unknown, or claimed by two packages.
     """
-    if name == _KVPLUG:
-        return _KVPLUG_TARGET
+    if name in _BUILT_IN:
+        return _BUILT_IN[name]
     if ":" in name:
         return name
     targets = _entry_point_targets().get(name, set())
@@ -60,6 +71,82 @@ def target(name: str) -> str:
 def is_kvplug(name: str) -> bool:
     """Whether the name stands for our own manager."""
     return target(name) == _KVPLUG_TARGET
+
+
+def is_upstream(name: str) -> bool:
+    """Whether the name stands for vLLM's own manager."""
+    return target(name) == _UPSTREAM_TARGET
+
+
+def is_shadow(name: str) -> bool:
+    """Whether the name stands for the manager that compares two others."""
+    return target(name) == _SHADOW_TARGET
+
+
+def policy_of(name: str, config: Mapping[str, Any]) -> str | None:
+    """The eviction policy by which a choice gives blocks, by kvplug's name for it; None: another package's own. Of a
+    shadow it is that of its serving side. Managers of one policy answer alike.
+
+    Raises:
+        SettingsError: an unknown name, or wrong settings.
+    """
+    name, config = _answering(name, config)
+    if is_upstream(name):
+        return _UPSTREAMS_EVICTION
+    return Settings.parse(own_settings(config)).eviction if is_kvplug(name) else None
+
+
+def likeness_of(name: str, config: Mapping[str, Any], salt: str) -> str:
+    """What two choices that answer alike have in common: their `policy_of`, else class and settings, where secrets
+    among these are told apart by a digest alone that is slow to guess from.
+
+    Raises:
+        SettingsError: an unknown name, or wrong settings.
+    """
+    policy = policy_of(name, config)
+    if policy is not None:
+        return policy
+    name, config = _answering(name, config)
+    own = own_settings(config)
+    text, shown = (json.dumps(value, sort_keys=True) for value in (own, redacted(own)))
+    if text != shown:
+        digest = hashlib.pbkdf2_hmac("sha256", text.encode(), salt.encode(), _NUM_DIGEST_ROUNDS, 16)
+        shown += f" {digest.hex()}"
+    return f"{target(name)} {shown}"
+
+
+def _answering(name: str, config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """The choice whose answers the scheduler gets."""
+    if not is_shadow(name):
+        return name, config
+    settings = _shadow_settings(config)
+    return settings.serving, settings.serving_config
+
+
+def involves_kvplug(name: str, config: Mapping[str, Any]) -> bool:
+    """Whether our own manager is at work with this choice, be it as a shadow's follower."""
+    if not is_shadow(name):
+        return is_kvplug(name)
+    settings = _shadow_settings(config)
+    return is_kvplug(settings.serving) or is_kvplug(settings.follower)
+
+
+def hasher_factory(name: str, config: Mapping[str, Any]) -> Callable[..., Any] | None:
+    """What makes the block hasher of engines with this choice (a shadow: its serving side); None: vLLM's own does."""
+    if is_shadow(name):
+        name = _shadow_settings(config).serving
+    return contract.hasher_factory(load(name))
+
+
+def _shadow_settings(config: Mapping[str, Any]) -> ShadowSettings:
+    from vllm_kvplug.vllm_glue.shadow_settings import ShadowSettings
+
+    return ShadowSettings.parse(own_settings(config), known_elsewhere=TraceSettings.model_fields)
+
+
+def own_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A manager's own settings: without those of a trace, which every manager has."""
+    return TraceSettings.split(config)[1]
 
 
 def load(name: str) -> type:
@@ -91,8 +178,9 @@ def validate(name: str, config: Mapping[str, Any]) -> None:
         ContractError: see `load`.
     """
     manager_cls = load(name)
+    config = own_settings(config)
     if is_kvplug(name):
-        Settings.parse(config)
+        Settings.parse(config, known_elsewhere=TraceSettings.model_fields)
         return
     if config and not contract.takes_settings(manager_cls):
         raise SettingsError(
@@ -110,17 +198,23 @@ def validate(name: str, config: Mapping[str, Any]) -> None:
         raise SettingsError(f"kv_cache_manager_config: {name!r} refuses {config!r}: {error}") from error
 
 
-def factory(name: str, config: Mapping[str, Any]) -> Callable[..., Any]:
-    """What a scheduler calls in the place of vLLM's class: the chosen class, with its settings."""
+def factory(name: str, config: Mapping[str, Any], *, engine_index: int = 0) -> Callable[..., Any]:
+    """What a scheduler calls in the place of vLLM's class: the chosen class with its settings, recorded if they say.
+
+    `engine_index` counts the engines of a server (data parallel): each records to a file of its own.
+    """
     manager_cls = load(name)
+    trace, config = TraceSettings.split(config)
     takes_settings = contract.takes_settings(manager_cls)
 
     def construct(*args: Any, **kwargs: Any) -> Any:
         if takes_settings:
             # A copy: what another package does to its settings must not change the choice that is reported.
             kwargs["settings"] = copy.deepcopy(config)
+        if is_shadow(name):
+            kwargs["engine_index"] = engine_index
         try:
-            return manager_cls(*args, **kwargs)
+            manager = manager_cls(*args, **kwargs)
         except KVPlugError:
             raise
         except (Exception, SystemExit) as error:  # whatever another package's class raises
@@ -129,5 +223,10 @@ def factory(name: str, config: Mapping[str, Any]) -> Callable[..., Any]:
                 f"kv_cache_manager: {name!r} ({manager_cls.__module__}.{manager_cls.__qualname__}): expected to be "
                 f"constructed with vLLM's keywords, found {message}"
             ) from error
+        if trace.trace is not None:
+            from vllm_kvplug.vllm_glue import recording
+
+            recording.start(manager, name, config, trace, kwargs, engine_index=engine_index)
+        return manager
 
     return construct
