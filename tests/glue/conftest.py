@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.glue.support import ENGINE_ARGS, is_hooked, model_folder
+from tests.scheduler.conftest import base_config  # noqa: F401  (a fixture)
 
 
 @pytest.fixture(autouse=True)

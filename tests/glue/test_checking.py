@@ -104,13 +104,13 @@ class FrontEnd:
 
 
 def test_metrics_add_up_the_findings_of_all_engines(monkeypatch: pytest.MonkeyPatch, kvplug_log: list[str]) -> None:
-    monkeypatch.setattr(metrics, "FINDINGS_PERIOD_S", 0.0)
+    monkeypatch.setattr(metrics, "POLLING_PERIOD_S", 0.0)
     seen: list[float | None] = []
     front_end = FrontEnd([[{report.FINDINGS: "3"}, {report.FINDINGS: "4"}], [{report.FINDINGS: "2"}, {}]])
 
     async def serve() -> None:
-        metrics.watch_findings(front_end, [{report.FINDINGS: "0"}, {report.FINDINGS: "0"}], ("kvplug_report", "x"))
-        while not front_end._kvplug_findings_task.done():  # type: ignore[attr-defined]
+        metrics.watch_counts(front_end, [{report.FINDINGS: "0"}, {report.FINDINGS: "0"}], ("kvplug_report", "x"))
+        while not front_end._kvplug_polling_task.done():  # type: ignore[attr-defined]
             value = REGISTRY.get_sample_value(GAUGE)
             if value not in seen:
                 seen.append(value)
@@ -119,12 +119,12 @@ def test_metrics_add_up_the_findings_of_all_engines(monkeypatch: pytest.MonkeyPa
     asyncio.run(serve())
     assert seen == [0.0, 5.0, 4.0]
     assert set(front_end.asked) == {("kvplug_report", "x")}
-    assert kvplug_log == ["kvplug_invariant_findings is updated no more: RuntimeError: dead"]
+    assert kvplug_log == ["kvplug_invariant_findings: updated no more: RuntimeError: dead"]
 
 
 def test_nobody_asks_engines_that_do_not_check(monkeypatch: pytest.MonkeyPatch) -> None:
     front_end = SimpleNamespace(engine_core=None)
-    metrics.watch_findings(front_end, [{"manager": "kvplug"}], ("kvplug_report",))
+    metrics.watch_counts(front_end, [{"manager": "kvplug"}], ("kvplug_report",))
     assert not hasattr(front_end, "_kvplug_findings_task")
 
 

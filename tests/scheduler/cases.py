@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import SimpleNamespace
@@ -93,12 +94,15 @@ class Case:
         )
 
 
-def build_scheduler(case: Case, base_config: Any, manager: str) -> Scheduler:
-    """A scheduler of vLLM's with the manager `upstream` or `kvplug`, the way an engine gets it."""
+def build_scheduler(
+    case: Case, base_config: Any, manager: str, manager_config: Mapping[str, Any] | None = None
+) -> Scheduler:
+    """A scheduler of vLLM's with this manager, the way an engine gets it."""
     kv_cache_config = case.kv_cache_config()
     vllm_config = _vllm_config(case, base_config)
-    if manager != "upstream":
-        vllm_config.additional_config = {"kv_cache_manager": ManagerChoice(name=manager, config={})}
+    if manager != "upstream" or manager_config:
+        choice = ManagerChoice(name=manager, config=dict(manager_config or {}))
+        vllm_config.additional_config = {"kv_cache_manager": choice}
     return SchedulerBuilder(AsyncScheduler if case.is_async else Scheduler)(
         vllm_config=vllm_config,
         kv_cache_config=kv_cache_config,

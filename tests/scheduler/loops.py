@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,10 +48,17 @@ class Side:
     """One scheduler with its worker and the steps that it has in flight."""
 
     def __init__(
-        self, case: Case, base_config: Any, manager: str, scripts: Sequence[Script], *, checks_content: bool = True
+        self,
+        case: Case,
+        base_config: Any,
+        manager: str,
+        scripts: Sequence[Script],
+        *,
+        checks_content: bool = True,
+        manager_config: Mapping[str, Any] | None = None,
     ) -> None:
         self.case = case
-        self.scheduler = build_scheduler(case, base_config, manager)
+        self.scheduler = build_scheduler(case, base_config, manager, manager_config)
         self.worker = FakeWorker(case, {script.request_id: script for script in scripts}, checks_content=checks_content)
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput, DraftTokenIds]] = deque()
         self.counts = Counts()

@@ -61,6 +61,12 @@ class Client:
         answer.raise_for_status()
         return answer.json()
 
+    def text(self, path: str) -> str:
+        """GET, as it is."""
+        answer = self._http.get(path)
+        answer.raise_for_status()
+        return answer.text
+
     def metric(self, name: str) -> float:
         """The sum of a metric over all its label sets."""
         found = re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", self._http.get("/metrics").text, re.MULTILINE)

@@ -90,7 +90,7 @@ def _around_create_engine_config(original: Callable[..., Any], engine_args: Any,
         return vllm_config
     from vllm_kvplug.vllm_glue import features, options, registry, v0_17
 
-    if registry.is_kvplug(choice["name"]):
+    if registry.involves_kvplug(choice["name"], choice["config"]):
         try:
             features.refuse_unsupported(vllm_config)
         except UnsupportedError as error:

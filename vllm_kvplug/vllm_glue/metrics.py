@@ -1,5 +1,5 @@
-"""On /metrics: `kvplug_info{...} 1`, which manager serves, as the running engine answers it; and, where the engines'
-managers check themselves, `kvplug_invariant_findings`.
+"""On /metrics: `kvplug_info{...} 1`, which manager serves, as the running engine answers it. Where engines' managers
+check themselves also `kvplug_invariant_findings`, and of shadows what has diverged (shadow_metrics.py).
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from vllm_kvplug.vllm_glue import prompt_limit
+from vllm_kvplug.vllm_glue import prompt_limit, shadow_metrics
 from vllm_kvplug.vllm_glue.choice import chosen
 from vllm_kvplug.vllm_glue.log import logger
-from vllm_kvplug.vllm_glue.report import FINDINGS, LABELS, as_json
+from vllm_kvplug.vllm_glue.report import FINDINGS, LABELS, SHADOW, as_json
 
-# How often the engines are asked for their findings.
-FINDINGS_PERIOD_S = 10.0
+# How often the engines are asked for what they count.
+POLLING_PERIOD_S = 10.0
+# The same while they do not answer.
+RETRYING_PERIOD_S = 60.0
 
 
 @lru_cache(maxsize=1)
@@ -44,33 +46,61 @@ def _findings_gauge() -> Any:
     )
 
 
-def watch_findings(async_llm: Any, answers: Sequence[Mapping[str, str]], question: tuple[str, ...]) -> None:
-    """If the engines that gave these answers check themselves, keep the number of their findings on /metrics: the front
-    end asks again every `FINDINGS_PERIOD_S` seconds.
+def _publish_findings(answers: Sequence[Mapping[str, str]]) -> None:
+    _findings_gauge().set(sum(int(answer.get(FINDINGS, 0)) for answer in answers))
+
+
+# By the key of an engine's answer: what it goes to.
+_PUBLISHERS: dict[str, Callable[[Sequence[Mapping[str, str]]], None]] = {
+    FINDINGS: _publish_findings,
+    SHADOW: shadow_metrics.publish,
+}
+
+
+def watch_counts(async_llm: Any, answers: Sequence[Mapping[str, str]], question: tuple[str, ...]) -> None:
+    """If the engines that gave these answers count something, findings or divergences, keep it on /metrics: the front
+    end asks again every `POLLING_PERIOD_S` seconds. Engines that do not answer are asked on, and meanwhile none is
+    counted as one that compares.
     """
-    if not any(FINDINGS in answer for answer in answers):
+    publishers = {key: publish for key, publish in _PUBLISHERS.items() if any(key in answer for answer in answers)}
+    if not publishers:
         return
     engine_core = weakref.ref(async_llm.engine_core)
 
-    def publish_findings(answers: Sequence[Mapping[str, str]]) -> None:
-        _findings_gauge().set(sum(int(answer.get(FINDINGS, 0)) for answer in answers))
+    def publish_counts(answers: Sequence[Mapping[str, str]]) -> None:
+        for publish in publishers.values():
+            publish(answers)
+
+    names = " and ".join(f"kvplug_{key}" for key in publishers)
 
     async def poll() -> None:
+        has_failed = was_told = False
         while True:
-            await asyncio.sleep(FINDINGS_PERIOD_S)
+            await asyncio.sleep(RETRYING_PERIOD_S if has_failed else POLLING_PERIOD_S)
             client = engine_core()
             if client is None:
                 return
             try:
-                publish_findings(await prompt_limit.ask_engines(client, *question))
+                publish_counts(await prompt_limit.ask_engines(client, *question))
+                has_failed = False
             except Exception as error:
-                logger.warning("kvplug_invariant_findings is updated no more: %s: %s", type(error).__name__, error)
-                return
+                has_failed = True
+                if not was_told:
+                    was_told = True
+                    logger.warning(
+                        "%s: not updated, asking again every %.0f s: %s: %s",
+                        names,
+                        RETRYING_PERIOD_S,
+                        type(error).__name__,
+                        error,
+                    )
+                if SHADOW in publishers:
+                    shadow_metrics.publish_unknown()
             del client
 
-    publish_findings(answers)
+    publish_counts(answers)
     # Kept: an event loop itself does not hold its tasks.
-    async_llm._kvplug_findings_task = asyncio.get_running_loop().create_task(poll())
+    async_llm._kvplug_polling_task = asyncio.get_running_loop().create_task(poll())
 
 
 async def around_get_supported_tasks(original: Callable[..., Awaitable[Any]], async_llm: Any) -> Any:
@@ -87,7 +117,7 @@ async def around_get_supported_tasks(original: Callable[..., Awaitable[Any]], as
             answers = await prompt_limit.ask_engines(async_llm.engine_core, "kvplug_report", *expected)
             publish(answers[0])
             prompt_limit.learn(async_llm, answers)
-            watch_findings(async_llm, answers, ("kvplug_report", *expected))
+            watch_counts(async_llm, answers, ("kvplug_report", *expected))
         except Exception as error:
             logger.error("The engine does not confirm kv_cache_manager %r: %s", choice["name"], error)
             raise

@@ -19,6 +19,7 @@ from vllm_kvplug.manager import CacheManager
 from vllm_kvplug.sizing import NeverFits
 from vllm_kvplug.vllm_glue import report
 from vllm_kvplug.vllm_glue.log import logger
+from vllm_kvplug.vllm_glue.shadow import serving_manager
 
 
 def watch(scheduler: Any) -> None:
@@ -26,9 +27,9 @@ def watch(scheduler: Any) -> None:
 
     Two methods of this one scheduler are wrapped. Every kind of step (one at a time, asynchronous, batch queue, in the
     caller's process) goes through `update_from_output` after an empty `schedule`, and sends its answer to the clients.
-    Another manager than kvplug's is left as it is.
+    Another manager than kvplug's is left as it is; of a shadow the serving side counts.
     """
-    manager = scheduler.kv_cache_manager
+    manager = serving_manager(scheduler.kv_cache_manager)
     if not isinstance(manager, CacheManager):
         return
     _warn_if_pool_is_small(manager.geometry, report.max_step_tokens(scheduler))

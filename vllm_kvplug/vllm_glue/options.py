@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from vllm_kvplug.errors import KVPlugError, SettingsError
-from vllm_kvplug.settings import Settings
+from vllm_kvplug.settings import Settings, TraceSettings
 from vllm_kvplug.vllm_glue import registry
 from vllm_kvplug.vllm_glue.choice import CONFIG_KEY, KEY, CommandLineChoice, merge_settings, settle
 
@@ -46,7 +46,6 @@ def _add_options(parser: Any) -> None:
         metavar="{" + ",".join(registry.names()) + ",module:Class}",
         help="The KV cache manager: a name, or a class as `module:Class`. `upstream`, the default, is vLLM's own.",
     )
-    settings = "; ".join(f"{name}: {field.description}" for name, field in Settings.model_fields.items())
     group.add_argument(
         CONFIG_OPTION,
         action=_MergeJSON,
@@ -54,7 +53,22 @@ def _add_options(parser: Any) -> None:
         metavar="JSON",
         help=f'Settings of the manager as a JSON object, for example \'{{"eviction": "lru"}}\' or '
         f"{CONFIG_OPTION}.eviction lru. Given several times, also in --config FILE, the objects are merged, and one "
-        f"setting with two values is refused. Settings of kvplug: {settings}.".replace("%", "%%"),
+        f"setting with two values is refused.\n\n{_settings_help()}".replace("%", "%%"),
+    )
+
+
+def _settings_help() -> str:
+    """All settings; vLLM's help begins a line at an empty one."""
+    from vllm_kvplug.vllm_glue.shadow_settings import ShadowSettings
+
+    told = (
+        ("kvplug", Settings),
+        ("shadow (two managers side by side)", ShadowSettings),
+        ("every manager, upstream included", TraceSettings),
+    )
+    return "\n\n".join(
+        "\n\n".join([f"Settings of {whose}:", *(f"- {name}: {field.description}" for name, field in fields.items())])
+        for whose, fields in ((whose, cls.model_fields) for whose, cls in told)
     )
 
 

@@ -14,6 +14,7 @@ from vllm_kvplug.settings import Settings
 from vllm_kvplug.sizing import geometry_to_json, max_fitting_prompt_tokens
 from vllm_kvplug.vllm_glue import contract, registry
 from vllm_kvplug.vllm_glue.choice import ManagerChoice, chosen
+from vllm_kvplug.vllm_glue.shadow import ShadowManager
 
 # The labels of kvplug_info; a manager that says nothing about one of them leaves it empty.
 LABELS = ("manager", "version", "eviction", "groups", "num_blocks", "block_size")
@@ -23,6 +24,10 @@ GEOMETRY = "geometry"
 STEP_TOKENS = "max_step_tokens"
 # And, where it checks itself (setting check_invariants), the number of its findings so far.
 FINDINGS = "invariant_findings"
+# And, of a shadow, what has diverged so far, as JSON.
+SHADOW = "shadow"
+# What a shadow describes of its settings.
+_SIDES = ("serving", "follower", "level")
 # What a user changes where a request does not fit.
 LARGER_POOL = "a higher --gpu-memory-utilization (VLLM_CPU_KVCACHE_SPACE on the CPU) or --num-gpu-blocks-override"
 
@@ -113,7 +118,7 @@ def log_in_force(scheduler: Any, choice: ManagerChoice) -> None:
 
 def _settings_in_force(described: Mapping[str, str], config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings as given, and over them what the manager says of kvplug's, defaults included."""
-    told = {name: described[name] for name in Settings.model_fields if name in described}
+    told = {name: described[name] for name in (*Settings.model_fields, *_SIDES) if name in described}
     return {name: value for name, value in config.items() if name.replace("-", "_") not in told} | told
 
 
@@ -131,16 +136,20 @@ def of_engine_core(engine_core: Any, expected_name: str, expected_config: str) -
         expected = f"{expected_name!r} with settings {expected_config}"
         raise ContractError(f"expected kv_cache_manager {expected} chosen in this engine, found {name!r} with {config}")
     check_in_force(engine_core.scheduler, choice)
-    geometry = getattr(engine_core.scheduler.kv_cache_manager, "geometry", None)
+    manager = engine_core.scheduler.kv_cache_manager
+    geometry = getattr(manager, "geometry", None)
     told: dict[str, str] = {}
     if isinstance(geometry, CacheGeometry):
         told = {
             GEOMETRY: geometry_to_json(geometry),
             STEP_TOKENS: str(max_step_tokens(engine_core.scheduler)),
         }
-    checks = getattr(engine_core.scheduler.kv_cache_manager, "checks", None)
-    if isinstance(checks, CheckedCalls):
-        told[FINDINGS] = str(checks.num_findings)
+    is_shadow = isinstance(manager, ShadowManager)
+    checks = [getattr(one, "checks", None) for one in (manager.managers if is_shadow else (manager,))]
+    if found := [one.num_findings for one in checks if isinstance(one, CheckedCalls)]:
+        told[FINDINGS] = str(sum(found))
+    if is_shadow:
+        told[SHADOW] = as_json(manager.shadow_report())
     return describe(engine_core.scheduler, choice) | told
 
 

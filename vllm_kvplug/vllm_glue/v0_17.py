@@ -16,6 +16,7 @@ from typing import Any
 from vllm_kvplug.manager import CacheManager
 from vllm_kvplug.vllm_glue import contract, hasher_seam, never_fitting, patching, prompt_limit, registry, report
 from vllm_kvplug.vllm_glue.choice import chosen
+from vllm_kvplug.vllm_glue.shadow import serving_manager
 
 # A scheduler is constructed with the chosen class under the name of vLLM's in its modules. The lock makes that one
 # scheduler at a time in a process, also one with vLLM's own manager: it must not find another engine's class there.
@@ -38,8 +39,9 @@ def _around_update_request_as_session(
 
     The block that the input then fills would be cached under it: other requests would hit what is not theirs.
     """
-    if isinstance(scheduler.kv_cache_manager, CacheManager):
-        num_tokens_per_hash = scheduler.kv_cache_manager.geometry.num_tokens_per_hash
+    manager = serving_manager(scheduler.kv_cache_manager)
+    if isinstance(manager, CacheManager):
+        num_tokens_per_hash = manager.geometry.num_tokens_per_hash
         if num_tokens_per_hash is not None:
             del session.block_hashes[session.num_computed_tokens // num_tokens_per_hash :]
     original(scheduler, session, *args, **kwargs)
@@ -60,11 +62,14 @@ class SchedulerBuilder:
         self.scheduler_cls = scheduler_cls
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        choice = chosen(kwargs["vllm_config"] if "vllm_config" in kwargs else args[0])
+        vllm_config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
+        choice = chosen(vllm_config)
         if choice is None:
             with _swap_lock:
                 return self.scheduler_cls(*args, **kwargs)
-        factory = registry.factory(choice["name"], choice["config"])
+        # Which of several engines of a server this is; a scheduler alone need not have such a configuration.
+        engine_index = getattr(getattr(vllm_config, "parallel_config", None), "data_parallel_index", 0)
+        factory = registry.factory(choice["name"], choice["config"], engine_index=engine_index)
         with _swap_lock, _bound(self.scheduler_cls, factory):
             scheduler = self.scheduler_cls(*args, **kwargs)
         report.check_in_force(scheduler, choice)
@@ -103,7 +108,7 @@ def _around_engine_core_init(original: Callable[..., None], engine_core: Any, *a
     """
     given = kwargs.get("vllm_config", args[0] if args else None)
     choice = chosen(given) if given is not None else None
-    factory = contract.hasher_factory(registry.load(choice["name"])) if choice is not None else None
+    factory = registry.hasher_factory(choice["name"], choice["config"]) if choice is not None else None
     if choice is None or factory is None:
         original(engine_core, *args, **kwargs)
     else:
