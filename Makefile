@@ -17,7 +17,7 @@ LOCK = UV_PYTHON_DOWNLOADS=never "$$uv" pip compile --quiet --universal --python
 	--generate-hashes --no-emit-index-url --custom-compile-command "make lock"
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint format conformance lock wheel clean
+.PHONY: help env demo ab test lint format conformance lock wheel clean
 
 help:  ## Show the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,6 +28,12 @@ env:  ## Make .venv from requirements.lock, if it is missing or out of date
 
 demo: env  ## Serve MODEL with --kv-cache-manager kvplug and send two requests (KEEP=1 keeps the server)
 	@$(BIN)/kvplug demo --model "$(MODEL)" $(if $(filter-out 0,$(KEEP)),--keep) $(if $(PORT),--port $(PORT))
+
+ab: env  ## A small accuracy and a small throughput comparison of upstream and kvplug (docs/ab.md)
+	@$(BIN)/kvplug ab eval --model "$(MODEL)" --limit 40; eval=$$?; \
+	case $$eval in 0|1|3) ;; *) exit $$eval ;; esac; \
+	$(BIN)/kvplug ab bench --model "$(MODEL)" --quick; bench=$$?; \
+	if [ $$bench -ne 0 ]; then exit $$bench; else exit $$eval; fi
 
 test: env  ## Run the test suites (SUITES=... for some)
 	@$(BIN)/python -m tests.suites $(SUITES)

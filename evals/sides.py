@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shlex
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_kvplug.evals.errors import EvalUsageError
+from vllm_kvplug.vllm_glue import registry
 
 UPSTREAM = "upstream"
 # What the tools set themselves, so that it is equal on both sides or a free port.
@@ -45,7 +47,8 @@ def choices(
     """Both sides from the command line's values; configs are JSON objects.
 
     Raises:
-        EvalUsageError: a config that is no JSON object, or a manager without a name.
+        EvalUsageError: a config that is no JSON object, a manager without a name or a class whose module is not there.
+        SettingsError: an unknown name, or wrong settings of a manager of ours.
     """
     settings = (
         _settings("--baseline-config", baseline_config),
@@ -53,13 +56,27 @@ def choices(
     )
     names = (baseline, candidate)
     for option, name in zip(("--baseline", "--candidate"), names, strict=True):
-        if not name.strip():
-            raise EvalUsageError(f"{option}: expected a KV cache manager's name or module:Class, found {name!r}")
+        _check_manager(option, name)
     labels = names
     if baseline == candidate:
         labels = (f"{baseline} (1)", f"{candidate} (2)")
     first, second = (SideChoice(*side) for side in zip(labels, names, settings, strict=True))
+    for side in (first, second):
+        registry.policy_of(side.manager, side.settings)  # refuses wrong settings of ours
     return first, second
+
+
+def _check_manager(option: str, name: str) -> None:
+    """What can be known without importing vLLM: the other side may serve for many minutes before this one starts."""
+    if not name.strip():
+        raise EvalUsageError(f"{option}: expected a KV cache manager's name or module:Class, found {name!r}")
+    module_name, is_class, _ = registry.target(name).partition(":")
+    try:
+        found = not is_class or importlib.util.find_spec(module_name.partition(".")[0]) is not None
+    except (ImportError, ValueError):
+        found = False
+    if not found:
+        raise EvalUsageError(f"{option}: expected a class that can be imported (PYTHONPATH), found {name!r}")
 
 
 def _settings(option: str, text: str | None) -> dict[str, Any]:
@@ -94,6 +111,16 @@ def split_server_args(text: str | None) -> list[str]:
                 "and --candidate, and leave ports, names and keys out"
             )
     return args
+
+
+def max_model_len_of(args: Sequence[str]) -> int | None:
+    """What servers' arguments limit a request to, where they say so in plain digits; the last one counts."""
+    text = ""
+    for place, arg in enumerate(args):
+        name, equals, value = arg.partition("=")
+        if name.replace("_", "-") == "--max-model-len":
+            text = value if equals else "".join(args[place + 1 : place + 2])
+    return int(text) if text.isascii() and text.isdigit() else None
 
 
 def with_defaults(args: Sequence[str], defaults: Sequence[tuple[str, ...]]) -> list[str]:

@@ -24,6 +24,7 @@ FOLDERS = {
     "faults": "faults",
     "glue": "glue",
     "cli": "cli",
+    "evals": "evals",
     "conformance": None,
     "harness": "conformance",
     "serving": "serving",

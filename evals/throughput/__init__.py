@@ -10,7 +10,8 @@
     memory        whether both servers fit
     statistics    paired ratios, their interval, the verdict
     summary       from runs to metrics and sentences
-    pairs         the comparison
+    bench_runs    servers and clients, started and loaded in turn; run_progress shows how far they are
+    pairs         the comparison, from options to report
 
 Only bench_worker imports vLLM, in a process of its own.
 """

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import subprocess
 
+from vllm_kvplug.evals.errors import EvalError
+
 # The second may need a little more than the first, and the machine something to breathe.
 _SPARE_FACTOR = 1.1
 _SPARE_BYTES = 2**30
 
 
 def obstacle_to_second(first_pid: int) -> str | None:
-    """Why a second server does not fit, or None. `first_pid` is the process of the first, all started up."""
+    """Why a second server does not fit, or None. `first_pid` is the process of the first, all started up.
+
+    Raises:
+        EvalError: the first is gone.
+    """
     import psutil
 
     return obstacle(_resident_bytes(first_pid), psutil.virtual_memory().available, _gpu_memory_mib())
@@ -41,8 +47,12 @@ def _resident_bytes(pid: int) -> int:
     import psutil
 
     total = 0
-    server = psutil.Process(pid)
-    for process in (server, *server.children(recursive=True)):
+    try:
+        server = psutil.Process(pid)
+        processes = [server, *server.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        raise EvalError(f"the server's process {pid} is gone") from None
+    for process in processes:
         try:
             memory = process.memory_full_info()
             total += getattr(memory, "pss", 0) or memory.rss

@@ -128,13 +128,3 @@ class ThroughputOptions:
     def seed_of_run(self, index: int) -> int:
         """Of pair `index`, the same for both sides; -1 is the warm-up."""
         return self.seed * SEEDS_PER_RUN_SEED + index + 1
-
-
-def max_model_len_of(server_args: Sequence[str]) -> int | None:
-    """What the servers' arguments limit a request to, where they say so in plain digits."""
-    for index, arg in enumerate(server_args):
-        name, equals, value = arg.partition("=")
-        if name.replace("_", "-") == "--max-model-len":
-            text = value if equals else "".join(server_args[index + 1 : index + 2])
-            return int(text) if text.isascii() and text.isdigit() else None
-    return None

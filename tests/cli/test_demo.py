@@ -14,6 +14,7 @@ import pytest
 
 from tests.cli.support import FAKE_VLLM, child_pid, fake, is_alive
 from vllm_kvplug.cli import demo
+from vllm_kvplug.cli.models.catalogue import UnknownModelError
 from vllm_kvplug.cli.server_process import ServerError
 from vllm_kvplug.errors import KVPlugError
 
@@ -63,7 +64,7 @@ def test_a_taken_port_is_named_before_anything_is_started() -> None:
 
 
 def test_a_path_that_is_not_there_is_named_before_anything_is_started() -> None:
-    with pytest.raises(demo.DemoError, match="model /no/such/model: expected a checkpoint's folder, found nothing"):
+    with pytest.raises(UnknownModelError, match="model /no/such/model: expected a checkpoint's folder, found nothing"):
         demo.run("/no/such/model", server_command=fake("good"))
 
 

@@ -86,9 +86,11 @@ def test_built_once_and_found_by_alias(builds: Path, tmp_path: Path) -> None:
     assert [path.name for path in folder.parent.iterdir() if not path.name.endswith(".lock")] == ["small"]
 
 
-def test_any_other_name_or_path_is_left_as_it_is(builds: Path) -> None:
+def test_any_other_name_or_path_is_left_as_it_is(builds: Path, tmp_path: Path) -> None:
     assert store.ensure_model("Qwen/Qwen2-0.5B-Instruct") == "Qwen/Qwen2-0.5B-Instruct"
-    assert store.ensure_model("./small") == "./small"
+    assert store.ensure_model(str(tmp_path)) == str(tmp_path)
+    with pytest.raises(UnknownModelError, match=r"model \./small: expected a checkpoint's folder, found nothing there"):
+        store.ensure_model("./small")
     assert num_builds(builds) == 0
     with pytest.raises(UnknownModelError, match="known models: little, small"):
         store.build_model("nope")

@@ -1,7 +1,10 @@
-"""A stand-in for the `vllm` command that streams completions and counts them on /metrics.
+"""A stand-in for the `vllm` command that answers without a model and counts it on /metrics.
 
 Called as `python streaming_server.py [OPTIONS] serve MODEL --host HOST --port PORT ...`. GET /requests answers what
-was asked so far. Options:
+was asked so far. POST /count {"name": value, ...} sets counters, POST /fail makes the next look at /metrics fail, POST
+/die ends it with status 7. It wants the key of VLLM_API_KEY, as vLLM does. Options:
+
+    --dies                    ends with an error instead of serving
 
     --first-s S, --next-s S   waits before the first chunk and before each further one
     --die-at N                exits with status 7 in the middle of answer N (from 0)
@@ -25,36 +28,81 @@ def option(name: str, default: float) -> float:
     return float(sys.argv[sys.argv.index(name) + 1]) if name in sys.argv else default
 
 
-class Handler(http.server.BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    lock: ClassVar[threading.Lock] = threading.Lock()
-    asked: ClassVar[list[dict[str, Any]]] = []
-    counts: ClassVar[dict[str, int]] = {}
+class QuietHandler(http.server.BaseHTTPRequestHandler):
+    """Answers in one piece, and says nothing on the terminal."""
 
     def log_message(self, format: str, *args: Any) -> None:
         pass
 
-    def _answer(self, text: str, status: int = 200) -> None:
+    def answer(self, text: str, status: int = 200) -> None:
         self.send_response(status)
+        self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(text.encode())))
         self.end_headers()
         self.wfile.write(text.encode())
 
+    def answer_models(self, max_model_len: int) -> None:
+        self.answer(json.dumps({"data": [{"id": "model", "max_model_len": max_model_len}]}))
+
+    def answer_metrics(self, counts: dict[str, Any], further: str = "") -> None:
+        self.answer("".join(f"vllm:{name} {value}\n" for name, value in counts.items()) + further)
+
+    def answer_chat(self, text: str) -> None:
+        self.answer(json.dumps({"choices": [{"index": 0, "message": {"role": "assistant", "content": text}}]}))
+
+    def body(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        return found
+
+
+class Handler(QuietHandler):
+    protocol_version = "HTTP/1.1"
+    lock: ClassVar[threading.Lock] = threading.Lock()
+    asked: ClassVar[list[dict[str, Any]]] = []
+    counts: ClassVar[dict[str, Any]] = {}
+    num_to_fail: ClassVar[list[int]] = [0]
+
+    def _refused(self) -> bool:
+        key = os.environ.get("VLLM_API_KEY")
+        if key and self.path.startswith("/v1") and self.headers["Authorization"] != f"Bearer {key}":
+            self.answer(json.dumps({"error": "Unauthorized"}), 401)
+            return True
+        return False
+
     def do_GET(self) -> None:
+        if self._refused():
+            return
         if self.path == "/metrics":
-            self._answer("".join(f"vllm:{name} {value}\n" for name, value in self.counts.items()))
+            if self.num_to_fail[0]:
+                self.num_to_fail[0] -= 1
+                return self.answer("busy", 503)
+            self.answer_metrics(self.counts, in_force())
         elif self.path == "/v1/models":
-            self._answer(json.dumps({"data": [{"id": "model", "max_model_len": int(option("--max-len", 2048))}]}))
+            self.answer_models(int(option("--max-len", 2048)))
         else:
-            self._answer(json.dumps(self.asked) if self.path == "/requests" else "")
+            self.answer(json.dumps(self.asked) if self.path == "/requests" else "")
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path == "/die":
+            print("ERROR no more blocks", flush=True)
+            os._exit(7)
+        body = self.body()
+        if self.path == "/count":
+            self.counts.update(body)
+            return self.answer("")
+        if self.path == "/fail":
+            self.num_to_fail[0] = body["num_times"]
+            return self.answer("")
+        if self._refused():
+            return
+        print("asked", self.path, flush=True)
         with self.lock:
             number = len(self.asked)
             self.asked.append(body)
+        if self.path == "/v1/chat/completions":
+            return self._chat(number)
         if number == option("--refuse-at", -1):
-            return self._answer(json.dumps({"error": {"message": "this prompt is too long"}}), 400)
+            return self.answer(json.dumps({"error": {"message": "this prompt is too long"}}), 400)
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")
         self.end_headers()
@@ -70,6 +118,13 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self._event({"choices": [], "usage": {"completion_tokens": body["max_tokens"]}})
         self._chunk(b"data: [DONE]\n\n")
         self._chunk(b"")
+
+    def _chat(self, number: int) -> None:
+        time.sleep(option("--first-s", 0))
+        if number == option("--die-at", -1):
+            print("ERROR the engine is dead", flush=True)
+            os._exit(7)
+        self.answer_chat(" word")
 
     def _event(self, event: dict[str, Any]) -> None:
         self._chunk(f"data: {json.dumps(event)}\n\n".encode())
@@ -91,10 +146,20 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 self.counts[name] = self.counts.get(name, 0) + count
 
 
+def in_force() -> str:
+    """kvplug_info for the manager on the command line; for false-X it says X."""
+    if "--kv-cache-manager" not in sys.argv:
+        return ""
+    manager = sys.argv[sys.argv.index("--kv-cache-manager") + 1].removeprefix("false-")
+    return f'kvplug_info{{manager="{manager}",num_blocks="9"}} 1.0\n'
+
+
 class Server(http.server.ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
 
 if __name__ == "__main__":
+    if "--dies" in sys.argv:
+        sys.exit("ERROR the model has no config.json")
     Server(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()

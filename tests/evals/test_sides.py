@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from vllm_kvplug.errors import KVPlugError
 from vllm_kvplug.evals.errors import EvalUsageError
-from vllm_kvplug.evals.sides import choices, split_server_args, with_defaults
+from vllm_kvplug.evals.sides import choices, max_model_len_of, split_server_args, with_defaults
 
 
 def test_plain_upstream_adds_nothing_so_that_no_code_of_ours_is_in_force() -> None:
@@ -15,11 +16,26 @@ def test_plain_upstream_adds_nothing_so_that_no_code_of_ours_is_in_force() -> No
 
 
 def test_settings_travel_as_json() -> None:
-    _, candidate = choices(candidate="my.module:Manager", candidate_config='{"b": 1, "a": {"c": "d e"}}')
+    _, candidate = choices(candidate="tests.glue.managers:Plain", candidate_config='{"b": 1, "a": {"c": "d e"}}')
     assert candidate.server_args() == [
-        *("--kv-cache-manager", "my.module:Manager"),
+        *("--kv-cache-manager", "tests.glue.managers:Plain"),
         *("--kv-cache-manager-config", '{"a": {"c": "d e"}, "b": 1}'),
     ]
+
+
+@pytest.mark.parametrize(
+    ("manager", "config", "message"),
+    [
+        ("kvplugg", None, "unknown manager 'kvplugg'.*did you mean 'kvplug'"),
+        ("kvplug", '{"evicton": "lru"}', "unknown setting 'evicton'"),
+        ("shadow", '{"serving": "nobody"}', "unknown manager 'nobody'"),
+        ("no_such_package.module:Manager", None, "^--candidate: expected a class that can be imported"),
+        (" ", None, "^--candidate: expected a KV cache manager's name"),
+    ],
+)
+def test_a_wrong_manager_is_refused_before_the_other_one_serves(manager: str, config: str | None, message: str) -> None:
+    with pytest.raises(KVPlugError, match=message):
+        choices(candidate=manager, candidate_config=config)
 
 
 def test_a_against_a_has_two_labels() -> None:
@@ -55,3 +71,11 @@ def test_an_open_quote_is_refused() -> None:
 def test_given_arguments_replace_defaults_in_any_spelling() -> None:
     args = ["--block_size=32", "--seed", "1"]
     assert with_defaults(args, [("--enforce-eager",), ("--block-size", "16")]) == ["--enforce-eager", *args]
+
+
+def test_the_maximum_length_is_read_from_the_servers_arguments() -> None:
+    assert max_model_len_of(["--x", "--max-model-len", "512"]) == 512
+    assert max_model_len_of(["--max_model_len=4096"]) == 4096
+    assert max_model_len_of(["--max-model-len", "512", "--max-model-len=256"]) == 256
+    assert max_model_len_of(["--max-model-len", "32k"]) is None
+    assert max_model_len_of([]) is None

@@ -9,7 +9,7 @@ import pytest
 from tests.evals.throughput_support import write_trace
 from vllm_kvplug.cli import main
 from vllm_kvplug.evals.errors import EvalError
-from vllm_kvplug.evals.throughput import pairs
+from vllm_kvplug.evals.throughput import bench_runs, pairs
 
 
 @pytest.fixture(autouse=True)
@@ -17,7 +17,7 @@ def _no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("a server was to be started")
 
-    monkeypatch.setattr(pairs, "running_side", refuse)
+    monkeypatch.setattr(bench_runs, "running_side", refuse)
 
 
 @pytest.mark.parametrize(

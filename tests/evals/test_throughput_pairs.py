@@ -16,7 +16,7 @@ from vllm_kvplug.cli.console import signals_as_interrupts
 from vllm_kvplug.evals.errors import EvalError, EvalUsageError
 from vllm_kvplug.evals.results import CacheUse, Report, UsageSample
 from vllm_kvplug.evals.sides import choices
-from vllm_kvplug.evals.throughput import pairs
+from vllm_kvplug.evals.throughput import bench_runs, pairs
 from vllm_kvplug.evals.throughput.memory import obstacle
 from vllm_kvplug.evals.throughput.run_result import RunResult
 from vllm_kvplug.evals.throughput.summary import Run, metrics_of, order_of_runs, summed, thinned, verdict
@@ -83,12 +83,12 @@ def test_both_sides_of_a_pair_are_asked_the_same_and_pairs_are_not(
 ) -> None:
     sent: list[tuple[str, str, object]] = []
 
-    class Noting(pairs.StreamClient):
+    class Noting(bench_runs.StreamClient):
         def run(self, load: object) -> RunResult:  # type: ignore[override]
             sent.append((self._label, self._salt, load))
             return super().run(load)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(pairs, "StreamClient", Noting)
+    monkeypatch.setattr(bench_runs, "StreamClient", Noting)
     measure(tmp_path / "run", num_pairs=2)
     labels = [label for label, _, _ in sent]
     assert labels == [f"upstream ({number})" for number in (1, 2, 1, 2, 2, 1)]  # warm-ups first
@@ -101,14 +101,14 @@ def test_both_sides_of_a_pair_are_asked_the_same_and_pairs_are_not(
 
 def test_one_server_at_a_time_starts_each_run_afresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[str] = []
-    original = pairs.running_side
+    original = bench_runs.running_side
 
     def noting(choice: object, *args: object, **kwargs: object) -> object:
         assert num_children() == 0, "another server is still up"
         started.append(choice.label)  # type: ignore[attr-defined]
         return original(choice, *args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(pairs, "running_side", noting)
+    monkeypatch.setattr(bench_runs, "running_side", noting)
     report = measure(tmp_path / "run", num_pairs=2, one_at_a_time=True)
     assert started == ["upstream (1)", "upstream (2)", "upstream (2)", "upstream (1)"]
     assert report.throughput is not None
@@ -118,7 +118,7 @@ def test_one_server_at_a_time_starts_each_run_afresh(tmp_path: Path, monkeypatch
 
 
 def test_memory_that_holds_one_server_alone_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pairs, "obstacle_to_second", lambda pid: "a second server needs too much")
+    monkeypatch.setattr(bench_runs, "obstacle_to_second", lambda pid: "a second server needs too much")
     report = measure(tmp_path / "run", num_pairs=1)
     assert report.throughput is not None
     assert not report.throughput.both_up
@@ -153,12 +153,12 @@ def test_a_workload_longer_than_the_servers_take_is_refused_once_they_say_so(tmp
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_leaves_nothing_running(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Interrupted(pairs.StreamClient):
+    class Interrupted(bench_runs.StreamClient):
         async def _send(self, *args: object, **kwargs: object) -> None:
             os.kill(os.getpid(), number)
             await asyncio.sleep(60)
 
-    monkeypatch.setattr(pairs, "StreamClient", Interrupted)
+    monkeypatch.setattr(bench_runs, "StreamClient", Interrupted)
     with signals_as_interrupts(), pytest.raises(KeyboardInterrupt):
         measure(tmp_path / "run", num_pairs=1)
     assert num_children() == 0

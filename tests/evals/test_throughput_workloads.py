@@ -11,7 +11,7 @@ from vllm_kvplug.evals.errors import EvalUsageError
 from vllm_kvplug.evals.throughput.bench_client import bench_arguments
 from vllm_kvplug.evals.throughput.loads import BenchLoad, SessionLoad
 from vllm_kvplug.evals.throughput.mooncake import read_trace, replay
-from vllm_kvplug.evals.throughput.options import WORKLOAD_NAMES, ThroughputOptions, max_model_len_of
+from vllm_kvplug.evals.throughput.options import WORKLOAD_NAMES, ThroughputOptions
 from vllm_kvplug.evals.throughput.vocabulary import Vocabulary
 from vllm_kvplug.evals.throughput.workloads import Recipe, describe, needs_vocabulary, request_step
 
@@ -207,13 +207,6 @@ def test_options_that_no_run_can_have_are_refused(changes: dict[str, object], me
 def test_a_number_of_requests_that_does_not_come_out_even_is_refused(workload: str, step: int) -> None:
     with pytest.raises(EvalUsageError, match=rf"--num-requests: .* expected a multiple of {step}, found 30"):
         recipe(options(workload, num_requests=30)).load(0)
-
-
-def test_the_maximum_length_is_read_from_the_servers_arguments() -> None:
-    assert max_model_len_of(["--x", "--max-model-len", "512"]) == 512
-    assert max_model_len_of(["--max_model_len=4096"]) == 4096
-    assert max_model_len_of(["--max-model-len", "32k"]) is None
-    assert max_model_len_of([]) is None
 
 
 def test_a_tokenizer_whose_words_merge_is_refused() -> None:

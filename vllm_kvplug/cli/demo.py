@@ -92,8 +92,6 @@ def run(
     with console.signals_as_interrupts(), tempfile.TemporaryDirectory(prefix="kvplug-demo-") as folder:
         console.say(f"model      {model}")
         path = ensure_model(model, report=console.say)
-        if path.startswith(("/", "./", "../")) and not Path(path).exists():
-            raise DemoError(f"model {path}: expected a checkpoint's folder, found nothing there")
         log_path = Path(folder) / "server.log"
         with ServerProcess(path, SERVER_ARGS, None, log_path, port=port, command=server_command) as server:
             console.say(f"starting   {server}")

@@ -1,4 +1,4 @@
-"""The `kvplug` command. Each subcommand is a module; none is imported before it is asked for, and none imports vLLM."""
+"""The `kvplug` command. Each subcommand is a module. None imports vLLM, except for `replay` while it runs."""
 
 from __future__ import annotations
 
@@ -8,25 +8,28 @@ from typing import Annotated, Any
 import typer
 
 from vllm_kvplug import __version__
-from vllm_kvplug.cli import demo, model
+from vllm_kvplug.cli import ab, demo, model, replay
 from vllm_kvplug.cli.models.catalogue import UnknownModelError
-from vllm_kvplug.errors import KVPlugError, SettingsError
+from vllm_kvplug.errors import KVPlugError, SettingsError, TraceError, UsageError
 
 # typer carries a click of its own in some versions, so its base class is looked up from what typer exports.
 _ClickException: Any = next(cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException")
 # Errors of what the user typed; every other error of ours is one of running it.
-_USAGE_ERRORS = (UnknownModelError, SettingsError)
+_USAGE_ERRORS = (UnknownModelError, SettingsError, TraceError, UsageError)
 _INTERRUPTED = 130
 
 app = typer.Typer(
     name="kvplug",
-    help="Companion of the vLLM plugin vllm_kvplug: models that need no hub, and a demonstration.",
+    help="Companion of the vLLM plugin vllm_kvplug: managers compared on real serving, replays of their calls, models "
+    "that need no hub, and a demonstration.",
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
 app.add_typer(model.app, name="model")
+app.add_typer(ab.app, name="ab")
 app.command("demo")(demo.command)
+app.command("replay")(replay.command)
 
 
 def _print_version(wanted: bool) -> None:

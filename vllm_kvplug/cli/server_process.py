@@ -82,7 +82,7 @@ def check_port_is_free(port: int) -> None:
 
 
 @contextlib.contextmanager
-def _signals_held_back() -> Iterator[None]:
+def signals_held_back() -> Iterator[None]:
     """Deliver signals that have a Python handler only afterwards: raised inside Popen, the new process's id is lost.
 
     Not by a signal mask, which the new process would inherit. Handlers run in the main thread alone.
@@ -184,7 +184,7 @@ class ServerProcess:
         """
         try:
             self._log = self.log_path.open("wb")
-            with _signals_held_back():
+            with signals_held_back():
                 self._process = self._popen()
         except BaseException:
             self.stop()

@@ -37,8 +37,17 @@ def cache_folder(override: str | Path | None = None) -> Path:
 
 
 def ensure_model(name_or_path: str, cache: str | Path | None = None, report: Report = lambda text: None) -> str:
-    """What vLLM can load: the folder of one of our names, built if it is missing; any other name or path as it is."""
-    return name_or_path if find_recipe(name_or_path) is None else str(build_model(name_or_path, cache, report))
+    """What vLLM can load: the folder of one of our names, built if it is missing; any other name or path as it is.
+
+    Raises:
+        UnknownModelError: a path (absolute, or with ./ or ../ in front) at which nothing is.
+        KVPlugError: the model cannot be built.
+    """
+    if find_recipe(name_or_path) is not None:
+        return str(build_model(name_or_path, cache, report))
+    if name_or_path.startswith(("/", "./", "../")) and not Path(name_or_path).exists():
+        raise UnknownModelError(f"model {name_or_path}: expected a checkpoint's folder, found nothing there")
+    return name_or_path
 
 
 def build_model(name: str, cache: str | Path | None = None, report: Report = lambda text: None) -> Path:
