@@ -113,7 +113,7 @@ def command_line() -> str:
             inner[place] = f"{name}={redact(value)}"
         elif redact is not None and place + 1 < len(args):
             inner[place + 1] = redact(args[place + 1])
-    shown = redacted_args(["" if place in inner else arg for place, arg in enumerate(args)])
+    shown = redacted_args(args)
     return shlex.join([Path(sys.argv[0]).name, *(inner.get(place, arg) for place, arg in enumerate(shown))])
 
 

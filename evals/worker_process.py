@@ -138,6 +138,8 @@ class WorkerProcess:
                     if not part:
                         raise self._ended(what)
                     self._received += part
+                elif self._has_ended():  # though a process that it started may hold its output open
+                    raise self._ended(what)
                 elif deadline is not None and time.monotonic() > deadline:
                     raise EvalError(self.with_log_tail(f"{what}: {self._name} has not answered for {timeout_s:.0f} s"))
                 else:
@@ -145,6 +147,10 @@ class WorkerProcess:
         line, _, self._received = self._received.partition(b"\n")
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+    def _has_ended(self) -> bool:
+        """Leaves its id taken, unlike poll()."""
+        return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def _ended(self, what: str) -> EvalError:
         return EvalError(self.with_log_tail(f"{what}: {self._name} ended before it answered"))

@@ -150,8 +150,11 @@ def _progress(running: RunningSide, num_requests: int) -> Iterator[Callable[[], 
             nonlocal next_look
             if time.monotonic() < next_look:
                 return
-            samples = server_metrics.read_samples(running.url)
-            bar.update(line, completed=server_metrics.total(samples, "vllm:request_success_total"))
+            try:
+                samples = server_metrics.read_samples(running.url)
+                bar.update(line, completed=server_metrics.total(samples, "vllm:request_success_total"))
+            except server_metrics.MetricsError:  # busy for a moment, or gone
+                running.raise_if_dead("the evaluation")
             next_look = time.monotonic() + _PROGRESS_PERIOD_S
 
         yield advance

@@ -92,12 +92,12 @@ def test_options_arrive_and_the_report_is_written(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(measure_module, "measure", untested)
     out = tmp_path / "out"
     arguments = ["--tasks", "a, b", "--limit", "3", "--num-concurrent", "2", "--chat", "--seed", "9"]
-    arguments += ["--server-args", "--max-model-len 512", "--candidate", "mine:Own", "--lm-eval-args", "a=1"]
+    arguments += ["--server-args", "--max-model-len 512", "--candidate", "tests.mine:Own", "--lm-eval-args", "a=1"]
     assert run("--model", str(tmp_path), "--out", str(out), "--include-path", str(tmp_path), *arguments) == 3
     (options,) = seen
     assert options.tasks == ("a", "b")
     assert (options.limit, options.num_concurrent, options.chat, options.seed) == (3, 2, True, 9)
     assert (options.server_args, options.include_paths) == (("--max-model-len", "512"), (tmp_path,))
-    assert [choice.manager for choice in options.choices] == ["upstream", "mine:Own"]
+    assert [choice.manager for choice in options.choices] == ["upstream", "tests.mine:Own"]
     assert options.lm_eval_model_args == {"a": "1"}
     assert {"report.html", "report.md", "results.json"} <= {path.name for path in out.iterdir()}

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.evals.accuracy_support import FakeSide, answering
+from tests.evals.throughput_support import FAKE_SERVER
 from vllm_kvplug.evals.accuracy import measure as measure_module
 from vllm_kvplug.evals.accuracy.lm_eval_process import LmEvalProcess, LoadedTask
 from vllm_kvplug.evals.accuracy.options import AccuracyOptions, parse_model_args
@@ -189,6 +192,36 @@ def test_model_args_are_names_and_values() -> None:
     assert parse_model_args(None) == {}
     with pytest.raises(EvalUsageError, match="--lm-eval-args: expected name=value,name=value, found 'bos'"):
         parse_model_args("bos")
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_half_way_is_told_with_its_last_lines(tmp_path: Path) -> None:
+    command = [*FAKE_SERVER, "--die-at", "3"]
+    with pytest.raises(EvalError, match=r"(?s)^upstream: the server ended with exit status 7 during.*engine is dead"):
+        measure_module.measure(options(tmp_path, limit=4, num_concurrent=1, server_command=command))
+    assert psutil.Process().children(recursive=True) == []
+
+
+def test_a_failed_look_at_the_metrics_does_not_end_an_evaluation(tmp_path: Path) -> None:
+    side = FakeSide("http://127.0.0.1:9", choices()[0], tmp_path)  # nothing listens there
+    with measure_module._progress(side, 1) as advance:  # type: ignore[arg-type]
+        advance()
+    assert side.deaths == ["the evaluation"]
+
+
+def test_tasks_that_are_not_loaded_in_time_end_the_wait(tmp_path: Path) -> None:
+    with (
+        LmEvalProcess(tmp_path / "log", [sys.executable, "-c", "import time; time.sleep(600)"]) as process,
+        pytest.raises(EvalError, match=r"^--tasks gsm8k: loading them, .* has not answered for 1 s"),
+    ):
+        process.load(["gsm8k"], [], timeout_s=1.0)
+
+
+def test_loading_tells_how_long_it_takes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(measure_module, "_LOADING_PERIOD_S", 0.0)
+    with measure_module._loading() as tell:
+        tell()
+    assert "tasks      still being loaded after 0 s" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -66,13 +66,15 @@ def test_mixed_up_blocks_lose_accuracy(tmp_path: Path, monkeypatch: pytest.Monke
             tasks=["kvplug_counted_rows"],
             limit=40,
             num_concurrent=8,
+            # All prefixes stay: most requests hit, and every second of those is answered with foreign blocks.
+            server_args=["--max-model-len", "512", "--num-gpu-blocks-override", "300"],
             choices=choices(candidate=MIXED_UP),
         )
     )
     assert report.accuracy is not None
     (score,) = report.accuracy.scores
-    assert score.values[0] > 0.8
+    assert score.values[0] > 0.7
     assert score.difference < -0.2
     assert report.exit_status == 1
     assert report.verdict[0].startswith(f"{MIXED_UP} loses accuracy on kvplug_counted_rows")
-    assert len(report.accuracy.differing) > 10
+    assert len(report.accuracy.differing) >= 9

@@ -107,7 +107,7 @@ def test_a_failed_look_at_the_metrics_is_noted_and_sampling_goes_on(
         with Observation(side.url, sample_period_s=0.02, label="upstream") as seen:
             httpx.post(f"{side.url}/fail", json={"num_times": 2})
             deadline = time.monotonic() + 30
-            while not seen._num_missed_samples == 2 and time.monotonic() < deadline:
+            while seen._num_missed_samples != 2 and time.monotonic() < deadline:
                 time.sleep(0.02)
             num_samples = len(seen._samples)
             while len(seen._samples) <= num_samples and time.monotonic() < deadline:
@@ -125,7 +125,10 @@ def test_a_key_in_the_callers_environment_is_not_the_servers(tmp_path: Path, mon
 
 
 def test_a_server_that_does_not_tell_its_limit_is_an_error(tmp_path: Path) -> None:
-    with running(tmp_path, "upstream") as side, pytest.raises(EvalError, match=r"/none/v1/models: expected the model's"):
+    with (
+        running(tmp_path, "upstream") as side,
+        pytest.raises(EvalError, match=r"/none/v1/models: expected the model's"),
+    ):
         max_model_len(f"{side.url}/none")
     with pytest.raises(EvalError, match=r"/v1/models: expected the model's max_model_len, found .*refused"):
         max_model_len(side.url)
@@ -144,7 +147,7 @@ def test_an_engine_that_is_gone_is_an_error_that_names_the_side(tmp_path: Path) 
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     with (
         running(tmp_path, "upstream") as side,
-        pytest.raises(EvalError, match="^upstream: expected its engine processes, found"),
+        pytest.raises(EvalError, match=r"^upstream: expected its engine processes, found"),
         Observation(side.url, [child.pid], label="upstream"),
     ):
         child.communicate(b"\n")

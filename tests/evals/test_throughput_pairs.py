@@ -6,12 +6,13 @@ import asyncio
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.evals.throughput_support import FAKE_SERVER, VOCABULARY, options
+from tests.evals.throughput_support import FAKE_SERVER, VOCABULARY, options, write_trace
 from vllm_kvplug.cli.console import signals_as_interrupts
 from vllm_kvplug.evals.errors import EvalError, EvalUsageError
 from vllm_kvplug.evals.results import CacheUse, Report, UsageSample
@@ -149,6 +150,22 @@ def test_a_workload_longer_than_the_servers_take_is_refused_once_they_say_so(tmp
     with pytest.raises(EvalUsageError, match="at most 128 tokens"):
         pairs.Comparison(options(server_args=("--max-model-len", "128")))
     assert num_children() == 0
+
+
+def test_the_load_that_is_told_is_the_one_that_was_sent(tmp_path: Path) -> None:
+    """The limit that only the servers tell cuts a request of the trace."""
+    trace = write_trace(tmp_path / "trace.jsonl", [(0.0, 64, 8, [0]), (1.0, 1600, 8, [0, 1, 2, 3])])
+    changes = {"num_requests": 2, "server_args": ("--max-model-len", "2k", "--hf-token", "hidden")}
+    asked = options("mooncake", trace=trace, sides=choices("upstream", "upstream"), num_pairs=1, **changes)
+    asked = replace(asked, server_command=[*FAKE_SERVER, "--max-len", "48"])
+    (tmp_path / "run").mkdir()
+    report = pairs.Comparison(asked).measure(tmp_path / "run")
+    assert report.throughput is not None
+    parameters = report.throughput.parameters
+    longest = [side.num_prompt_tokens + side.num_output_tokens for side in report.throughput.runs[0]]
+    assert parameters["num_requests_cut_to_max_model_len"] >= 1
+    assert parameters["max_tokens_of_a_request"] <= 48 <= min(longest)
+    assert "hidden" not in report.model_dump_json()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

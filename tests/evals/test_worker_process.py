@@ -78,7 +78,7 @@ def test_a_deadline_ends_it(tmp_path: Path) -> None:
     checks: list[int] = []
     with worker(tmp_path) as process:
         pid = process.pid
-        with pytest.raises(EvalError, match="^side: the worker has not answered for 1 s"):
+        with pytest.raises(EvalError, match=r"^side: the worker has not answered for 1 s"):
             process.ask({"wait": 1}, "side", check=lambda: checks.append(1), timeout_s=1.0)
         wait_until_gone(pid)
     assert checks

@@ -110,16 +110,17 @@ def test_metrics_add_up_the_findings_of_all_engines(monkeypatch: pytest.MonkeyPa
 
     async def serve() -> None:
         metrics.watch_counts(front_end, [{report.FINDINGS: "0"}, {report.FINDINGS: "0"}], ("kvplug_report", "x"))
-        while not front_end._kvplug_polling_task.done():  # type: ignore[attr-defined]
+        while not kvplug_log:
             value = REGISTRY.get_sample_value(GAUGE)
             if value not in seen:
                 seen.append(value)
             await asyncio.sleep(0)
+        front_end._kvplug_polling_task.cancel()  # type: ignore[attr-defined]
 
     asyncio.run(serve())
     assert seen == [0.0, 5.0, 4.0]
     assert set(front_end.asked) == {("kvplug_report", "x")}
-    assert kvplug_log == ["kvplug_invariant_findings: updated no more: RuntimeError: dead"]
+    assert kvplug_log == ["kvplug_invariant_findings: not updated, asking again every 60 s: RuntimeError: dead"]
 
 
 def test_nobody_asks_engines_that_do_not_check(monkeypatch: pytest.MonkeyPatch) -> None:

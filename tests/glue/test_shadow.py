@@ -209,7 +209,8 @@ def test_a_failure_of_the_comparing_is_not_laid_at_the_followers_door(
 def test_the_first_divergences_are_logged_in_full(base_config: Any, kvplug_log: list[str]) -> None:
     config = faulty("hits_less", "get_computed_blocks") | {"log_first": 2}
     run(TIGHT, base_config, "shadow", config, seed=5)
-    first, second, last = [line for line in kvplug_log if line.startswith("shadow: ")]
+    first, hint, second, last = [line for line in kvplug_log if line.startswith("shadow: ")]
+    assert hint.startswith("shadow: to replay what led to a divergence, set 'bundle'")
     assert re.fullmatch(
         r"""shadow: divergence 1 of request 'r\d+' \(number \d+\): hit_tokens in get_computed_blocks, all calls .* equal
   call \d+: get_computed_blocks\(request \d+\)
