@@ -43,7 +43,7 @@ def test_a_wrong_value_is_one_line_and_status_2(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as ended:
-        main.main(["ab", "bench", "--model", "/no/model", *arguments])
+        main.main(["ab", "bench", "--model", str(tmp_path), *arguments])
     error = capsys.readouterr().err.strip()
     assert (ended.value.code, len(error.splitlines())) == (2, 1), error
     assert message in error
