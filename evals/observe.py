@@ -18,9 +18,24 @@ from vllm_kvplug.cli.server_metrics import MetricsError, read_samples, total
 from vllm_kvplug.evals.errors import EvalError
 from vllm_kvplug.evals.results import CacheUse, UsageSample
 
-SAMPLE_PERIOD_S = 0.5
+SAMPLE_PERIOD_S = 1.0
 # Reports stay small: a longer stretch keeps every second, fourth, ... sample.
 MAX_SAMPLES = 1000
+
+
+# Field of Counters -> vLLM's name of it, summed over engines and labels.
+_COUNTS = {
+    "num_finished_requests": "request_success_total",
+    "num_prompt_tokens": "request_prompt_tokens_sum",
+    "num_computed_prompt_tokens": "request_prefill_kv_computed_tokens_sum",
+    "num_output_tokens": "request_generation_tokens_sum",
+    "num_preemptions": "num_preemptions_total",
+    "num_counted_lookup_tokens": "prefix_cache_queries_total",
+    "num_counted_lookup_hit_tokens": "prefix_cache_hits_total",
+    "num_running": "num_requests_running",
+    "num_waiting": "num_requests_waiting",
+}
+_USAGE = "kv_cache_usage_perc"
 
 
 @dataclass(frozen=True)
@@ -41,27 +56,15 @@ class Counters:
     @classmethod
     def read(cls, url: str) -> Counters:
         """As the server tells them now."""
-        return cls.of_samples(read_samples(url))
+        return cls.of_samples(read_samples(url, names=[f"vllm:{name}" for name in (*_COUNTS.values(), _USAGE)]))
 
     @classmethod
     def of_samples(cls, samples: list[Any]) -> Counters:
         """From a scraped page; several engines are summed, and the fullest one's usage counts."""
 
-        def count(name: str) -> int:
-            return int(total(samples, f"vllm:{name}"))
-
-        return cls(
-            num_finished_requests=count("request_success_total"),
-            num_prompt_tokens=count("request_prompt_tokens_sum"),
-            num_computed_prompt_tokens=count("request_prefill_kv_computed_tokens_sum"),
-            num_output_tokens=count("request_generation_tokens_sum"),
-            num_preemptions=count("num_preemptions_total"),
-            num_counted_lookup_tokens=count("prefix_cache_queries_total"),
-            num_counted_lookup_hit_tokens=count("prefix_cache_hits_total"),
-            usage=max((s.value for s in samples if s.name == "vllm:kv_cache_usage_perc"), default=0.0),
-            num_running=count("num_requests_running"),
-            num_waiting=count("num_requests_waiting"),
-        )
+        counts = {field: int(total(samples, f"vllm:{name}")) for field, name in _COUNTS.items()}
+        usages = (sample.value for sample in samples if sample.name == f"vllm:{_USAGE}")
+        return cls(usage=max(usages, default=0.0), **counts)
 
     @property
     def num_hit_tokens(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import httpx
@@ -17,8 +17,12 @@ class MetricsError(KVPlugError, RuntimeError):
     """/metrics could not be read, or does not say what was expected."""
 
 
-def read_samples(url: str, timeout_s: float = _TIMEOUT_S) -> list[Any]:
-    """All samples of `url`/metrics: each has `name`, `labels`, `value`.
+def read_samples(url: str, timeout_s: float = _TIMEOUT_S, *, names: Collection[str] | None = None) -> list[Any]:
+    """The samples of `url`/metrics: each has `name`, `labels`, `value`.
+
+    Args:
+        names: only samples whose names begin so. Parsing all lines takes a tenth of a second, which a server that is
+            measured on the same cores does not have.
 
     Raises:
         MetricsError: no answer, or none that can be read.
@@ -29,7 +33,11 @@ def read_samples(url: str, timeout_s: float = _TIMEOUT_S) -> list[Any]:
     try:
         response = httpx.get(f"{url}/metrics", timeout=timeout_s, trust_env=False)
         response.raise_for_status()
-        return [s for family in text_string_to_metric_families(response.text) for s in family.samples]
+        text = response.text
+        if names is not None:
+            beginnings = tuple(names)
+            text = "".join(line for line in text.splitlines(keepends=True) if line.startswith(beginnings))
+        return [s for family in text_string_to_metric_families(text) for s in family.samples]
     except (httpx.HTTPError, ValueError) as error:
         raise MetricsError(f"{url}/metrics: expected metrics, found {str(error) or type(error).__name__}") from None
 
