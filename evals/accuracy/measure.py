@@ -188,7 +188,7 @@ def _report(
         created=created,
         duration_s=round(duration_s, 1),
         command=setting.command_line(),
-        model=options.model,
+        model=options.model_name or options.model,
         machine=setting.machine(),
         versions=setting.versions(),
         sides=(first_side, second_side),

@@ -34,6 +34,7 @@ class AccuracyOptions:
         num_concurrent: requests at once.
         lm_eval_model_args: further arguments of lm-eval's model class, such as add_bos_token.
         seed: of the bundled tasks' items.
+        model_name: what reports call the model; None: as `model` says.
         server_command: what to run in place of `vllm` (tests).
     """
 
@@ -49,6 +50,7 @@ class AccuracyOptions:
     num_fewshot: int | None = None
     lm_eval_model_args: dict[str, str] = field(default_factory=dict)
     seed: int = DEFAULT_SEED
+    model_name: str | None = None
     server_command: Sequence[str] | None = None
 
     def check(self) -> None:
@@ -64,7 +66,7 @@ class AccuracyOptions:
 
     def placed(self, model_path: str, folder: Path) -> AccuracyOptions:
         """The same with the model's path and the run's folder."""
-        return replace(self, model=model_path, folder=folder)
+        return replace(self, model=model_path, model_name=self.model, folder=folder)
 
     def full_server_args(self) -> list[str]:
         """`server_args` and the defaults for what they do not say: a pool that is too small for all at once."""
