@@ -177,6 +177,8 @@ class _Divergences:
             self._write(content)
 
     def _write(self, content: dict[str, Any]) -> None:
+        if self._has_failed:  # while this content waited
+            return
         # As in the trace, requests are numbers here: ids may come from clients.
         content["divergences"] = [msgspec.structs.replace(one, request_id=None) for one in content["divergences"]]
         fresh = self._path.with_suffix(".new")
