@@ -22,7 +22,6 @@ SAMPLE_PERIOD_S = 1.0
 # Reports stay small: a longer stretch keeps every second, fourth, ... sample.
 MAX_SAMPLES = 1000
 
-
 # Field of Counters -> vLLM's name of it, summed over engines and labels.
 _COUNTS = {
     "num_finished_requests": "request_success_total",
@@ -61,7 +60,6 @@ class Counters:
     @classmethod
     def of_samples(cls, samples: list[Any]) -> Counters:
         """From a scraped page; several engines are summed, and the fullest one's usage counts."""
-
         counts = {field: int(total(samples, f"vllm:{name}")) for field, name in _COUNTS.items()}
         usages = (sample.value for sample in samples if sample.name == f"vllm:{_USAGE}")
         return cls(usage=max(usages, default=0.0), **counts)
@@ -100,6 +98,7 @@ class Observation:
         self._samples: list[UsageSample] = []
         self._peak_usage = 0.0
         self._ended = threading.Event()
+        self._num_finished_requests = 0
         self._thread = threading.Thread(target=self._sample_until_ended, name="kvplug-observation", daemon=True)
 
     def __enter__(self) -> Observation:
@@ -141,8 +140,14 @@ class Observation:
                 self._samples = self._samples[::2]
                 period_s *= 2
 
+    @property
+    def num_finished_requests(self) -> int:
+        """Since entry, as the last sample has it."""
+        return self._num_finished_requests
+
     def _add(self, now: Counters) -> None:
         before = self._before
+        self._num_finished_requests = now.num_finished_requests - before.num_finished_requests
         self._peak_usage = max(self._peak_usage, now.usage)
         self._samples.append(
             UsageSample(
@@ -174,7 +179,7 @@ class Observation:
         if self._cpu_before_s is not None and self._cpu_after_s is not None:
             cpu_s = round(self._cpu_after_s - self._cpu_before_s, 3)
         return CacheUse(
-            num_finished_requests=after.num_finished_requests - before.num_finished_requests,
+            num_finished_requests=self._num_finished_requests,
             num_prompt_tokens=after.num_prompt_tokens - before.num_prompt_tokens,
             num_hit_tokens=after.num_hit_tokens - before.num_hit_tokens,
             num_output_tokens=after.num_output_tokens - before.num_output_tokens,

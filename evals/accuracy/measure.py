@@ -29,7 +29,6 @@ from vllm_kvplug.evals.tasks.suite import write_tasks
 
 # One request may wait long in a full server on a slow machine.
 _REQUEST_TIMEOUT_S = 1800
-_PROGRESS_PERIOD_S = 1.0
 _LOADING_PERIOD_S = 30.0
 
 
@@ -82,7 +81,7 @@ def _measure_side(
             job = _job(options, running)
             with (
                 Observation(running.url, running.engine_pids(), label=choice.label) as observation,
-                _progress(running, num_requests) as advance,
+                _progress(running, observation, num_requests) as advance,
             ):
                 results = lm_eval.evaluate(job, advance)
         except (EvalError, server_metrics.MetricsError) as error:
@@ -139,23 +138,16 @@ def _loading() -> Iterator[Callable[[], None]]:
 
 
 @contextmanager
-def _progress(running: RunningSide, num_requests: int) -> Iterator[Callable[[], None]]:
+def _progress(running: RunningSide, observation: Observation, num_requests: int) -> Iterator[Callable[[], None]]:
     """A bar of answered requests; what is yielded moves it, and raises EvalError once the server is gone."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    next_look = 0.0
     with Progress(*columns, console=Console(stderr=True)) as bar:
         line = bar.add_task(f"{running.choice.label}: requests", total=num_requests)
 
         def advance() -> None:
-            nonlocal next_look
-            if time.monotonic() < next_look:
-                return
-            try:
-                samples = server_metrics.read_samples(running.url)
-                bar.update(line, completed=server_metrics.total(samples, "vllm:request_success_total"))
-            except server_metrics.MetricsError:  # busy for a moment, or gone
+            bar.update(line, completed=observation.num_finished_requests)
+            if running.server.returncode is not None:
                 running.raise_if_dead("the evaluation")
-            next_look = time.monotonic() + _PROGRESS_PERIOD_S
 
         yield advance
         bar.update(line, completed=num_requests)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from tests.evals.streaming_server import QuietHandler
@@ -85,14 +86,13 @@ class FakeSide:
     choice: SideChoice
     folder: Path
     served_name: str = "model"
+    returncode: int | None = None
     deaths: list[str] = field(default_factory=list)
 
     @property
     def server(self) -> Any:
-        class _Server:
-            log_path = self.folder / f"server-{self.choice.label}.log"
-
-        return _Server
+        log_path = self.folder / f"server-{self.choice.label}.log"
+        return SimpleNamespace(log_path=log_path, returncode=self.returncode)
 
     @property
     def side(self) -> Side:

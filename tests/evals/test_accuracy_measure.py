@@ -20,6 +20,7 @@ from vllm_kvplug.evals.accuracy import measure as measure_module
 from vllm_kvplug.evals.accuracy.lm_eval_process import LmEvalProcess, LoadedTask
 from vllm_kvplug.evals.accuracy.options import AccuracyOptions, parse_model_args
 from vllm_kvplug.evals.errors import EvalError, EvalUsageError
+from vllm_kvplug.evals.observe import Observation
 from vllm_kvplug.evals.sides import choices
 from vllm_kvplug.evals.tasks.generate import counted_rows, sums
 
@@ -202,9 +203,13 @@ def test_a_server_that_dies_half_way_is_told_with_its_last_lines(tmp_path: Path)
     assert psutil.Process().children(recursive=True) == []
 
 
-def test_a_failed_look_at_the_metrics_does_not_end_an_evaluation(tmp_path: Path) -> None:
-    side = FakeSide("http://127.0.0.1:9", choices()[0], tmp_path)  # nothing listens there
-    with measure_module._progress(side, 1) as advance:  # type: ignore[arg-type]
+def test_an_evaluation_goes_on_while_its_server_runs_and_not_longer(tmp_path: Path) -> None:
+    side = FakeSide("http://127.0.0.1:9", choices()[0], tmp_path)  # nothing listens there: a failed look is no end
+    observation = Observation(side.url)
+    with measure_module._progress(side, observation, 1) as advance:  # type: ignore[arg-type]
+        advance()
+        assert side.deaths == []
+        side.returncode = 7
         advance()
     assert side.deaths == ["the evaluation"]
 
