@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.evals.accuracy_support import cache_use
+from tests.evals.refusals import check_refusal
 from vllm_kvplug.cli import main
 from vllm_kvplug.evals.accuracy import measure as measure_module
 from vllm_kvplug.evals.accuracy.options import AccuracyOptions
@@ -44,12 +45,7 @@ def test_a_wrong_value_is_one_line_and_status_2(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    status = run("--model", str(tmp_path), *arguments)
-    error = capsys.readouterr().err.strip()
-    assert (status, len(error.splitlines())) == (2, 1), error
-    assert message in error
-    assert list(tmp_path.iterdir()) == []
+    check_refusal(["ab", "eval", "--model", str(tmp_path), *arguments], message, tmp_path, capsys, monkeypatch)
 
 
 @pytest.mark.parametrize(("error", "status"), [(EvalUsageError("--tasks: no such"), 2), (EvalError("it died"), 1)])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.evals.refusals import check_refusal
 from tests.evals.throughput_support import write_trace
 from vllm_kvplug.cli import main
 from vllm_kvplug.evals.errors import EvalError
@@ -41,13 +42,7 @@ def test_a_wrong_value_is_one_line_and_status_2(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        main.main(["ab", "bench", "--model", str(tmp_path), *arguments])
-    error = capsys.readouterr().err.strip()
-    assert (ended.value.code, len(error.splitlines())) == (2, 1), error
-    assert message in error
-    assert list(tmp_path.iterdir()) == []
+    check_refusal(["ab", "bench", "--model", str(tmp_path), *arguments], message, tmp_path, capsys, monkeypatch)
 
 
 def test_a_model_without_a_tokenizer_is_status_2(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -29,10 +29,10 @@ class ShadowManager:
     else (`usage`, what a manager has of its own) is the serving manager's.
 
     Args:
+        kv_cache_config, metrics_collector: vLLM's; the follower gets a copy of the first, and not the second.
         settings: see `ShadowSettings`.
         engine_index: which of several engines (data parallel); a bundle is of one engine.
-
-    All other arguments are vLLM's.
+        keywords: vLLM's others, handed to both sides as they are.
 
     Attributes:
         serving: the manager whose answers the scheduler gets.
@@ -47,30 +47,14 @@ class ShadowManager:
     def __init__(
         self,
         kv_cache_config: Any,
-        max_model_len: int,
-        hash_block_size: int,
-        enable_caching: bool = True,
-        use_eagle: bool = False,
-        log_stats: bool = False,
-        enable_kv_cache_events: bool = False,
-        dcp_world_size: int = 1,
-        pcp_world_size: int = 1,
+        *,
         metrics_collector: Any = None,
         settings: ShadowSettings | Mapping[str, Any] | None = None,
         engine_index: int = 0,
+        **keywords: Any,
     ) -> None:
         self.settings = ShadowSettings.parse(settings)
         self.settings.check()
-        keywords: dict[str, Any] = {
-            "max_model_len": max_model_len,
-            "hash_block_size": hash_block_size,
-            "enable_caching": enable_caching,
-            "use_eagle": use_eagle,
-            "log_stats": log_stats,
-            "enable_kv_cache_events": enable_kv_cache_events,
-            "dcp_world_size": dcp_world_size,
-            "pcp_world_size": pcp_world_size,
-        }
         self.serving = self._construct(
             "serving", kv_cache_config=kv_cache_config, metrics_collector=metrics_collector, **keywords
         )
