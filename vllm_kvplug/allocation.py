@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from vllm_kvplug.block_run import RunPart
 
-@dataclass(frozen=True)
+
 class SlotDemand:
     """The tokens of one `allocate_slots` call, by kind, in the order in which they lie in the request:
 
@@ -19,39 +21,53 @@ class SlotDemand:
         num_lookahead_tokens: slots beyond, for tokens that a drafter will propose.
         max_model_len: no slot is needed beyond this many tokens.
         num_encoder_tokens: of the encoder, whose keys and values cross-attention keeps; 0 after the first step.
+        num_present_tokens: tokens that need no computing in this step: computed, hits and external, not above
+            max_model_len.
+        num_tokens_after_step: tokens that the model has seen after this step, drafts included, lookahead not.
+        num_slot_tokens: tokens that need a slot: everything, not above max_model_len.
     """
 
-    num_computed_tokens: int
-    num_hit_tokens: int
-    num_external_tokens: int
-    num_new_tokens: int
-    num_lookahead_tokens: int
-    max_model_len: int
-    num_encoder_tokens: int = 0
+    __slots__ = (
+        "num_computed_tokens",
+        "num_encoder_tokens",
+        "num_external_tokens",
+        "num_hit_tokens",
+        "num_lookahead_tokens",
+        "num_new_tokens",
+        "num_present_tokens",
+        "num_slot_tokens",
+        "num_tokens_after_step",
+    )
 
-    @property
-    def num_present_tokens(self) -> int:
-        """Tokens that need no computing in this step: computed, hits and external, not above max_model_len."""
-        return min(self.num_computed_tokens + self.num_hit_tokens + self.num_external_tokens, self.max_model_len)
+    def __init__(
+        self,
+        num_computed_tokens: int,
+        num_hit_tokens: int,
+        num_external_tokens: int,
+        num_new_tokens: int,
+        num_lookahead_tokens: int,
+        max_model_len: int,
+        num_encoder_tokens: int = 0,
+    ) -> None:
+        self.num_computed_tokens = num_computed_tokens
+        self.num_hit_tokens = num_hit_tokens
+        self.num_external_tokens = num_external_tokens
+        self.num_new_tokens = num_new_tokens
+        self.num_lookahead_tokens = num_lookahead_tokens
+        self.num_encoder_tokens = num_encoder_tokens
+        self.num_present_tokens = min(num_computed_tokens + num_hit_tokens + num_external_tokens, max_model_len)
+        self.num_tokens_after_step = self.num_present_tokens + num_new_tokens
+        self.num_slot_tokens = min(self.num_tokens_after_step + num_lookahead_tokens, max_model_len)
 
-    @property
-    def num_tokens_after_step(self) -> int:
-        """Tokens that the model has seen after this step, drafts included, lookahead not."""
-        return self.num_present_tokens + self.num_new_tokens
 
-    @property
-    def num_slot_tokens(self) -> int:
-        """Tokens that need a slot: everything, not above max_model_len."""
-        return min(self.num_tokens_after_step + self.num_lookahead_tokens, self.max_model_len)
-
-
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class GroupPlan:
     """What one KV cache group would do.
 
     Attributes:
         num_null_blocks: leading positions without a block, since no later token looks at them.
-        hit_block_ids: cached blocks that the request takes over, after those.
+        num_hit_blocks: positions of cached blocks that the request takes over, after those.
+        hit_parts: the blocks themselves, null blocks among those positions left out.
         num_free_hit_blocks: how many of them are free now, so that holding them uses up free blocks.
         num_external_blocks: new blocks for external tokens (vLLM does not report them as this step's new blocks).
         num_new_blocks: further new blocks.
@@ -60,7 +76,8 @@ class GroupPlan:
     """
 
     num_null_blocks: int = 0
-    hit_block_ids: tuple[int, ...] = ()
+    num_hit_blocks: int = 0
+    hit_parts: Sequence[RunPart] = ()
     num_free_hit_blocks: int = 0
     num_external_blocks: int = 0
     num_new_blocks: int = 0
@@ -70,7 +87,7 @@ class GroupPlan:
     @property
     def num_prefix_positions(self) -> int:
         """Positions of the table that come before the new blocks: null, hits and external tokens."""
-        return self.num_null_blocks + len(self.hit_block_ids) + self.num_external_blocks
+        return self.num_null_blocks + self.num_hit_blocks + self.num_external_blocks
 
     @property
     def num_free_blocks_needed(self) -> int:
@@ -93,7 +110,7 @@ class Refusal:
     num_present_tokens: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class AllocationPlan:
     """What all groups would do.
 

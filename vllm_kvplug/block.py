@@ -9,8 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
+from vllm_kvplug.block_states import hash_and_group, num_holders
+
 if TYPE_CHECKING:
     from vllm_kvplug.block_pool import BlockPool
+    from vllm_kvplug.block_run import Hit
+    from vllm_kvplug.groups.table import BlockTable
 
 _NUM_GROUP_ID_BYTES = 4
 
@@ -37,15 +41,13 @@ class BlockView:
     @property
     def ref_cnt(self) -> int:
         """How many requests hold the block."""
-        return self._pool.reference_counts[self.block_id]
+        return num_holders(self._pool, self.block_id)
 
     @property
     def block_hash(self) -> bytes | None:
         """What the block is cached under, see `make_key`. None: not cached."""
-        block_hash = self._pool.block_hashes[self.block_id]
-        if block_hash is None:
-            return None
-        return make_key(block_hash, self._pool.block_group_ids[self.block_id])
+        cached = hash_and_group(self._pool, self.block_id)
+        return None if cached is None else make_key(*cached)
 
     @property
     def is_null(self) -> bool:
@@ -83,10 +85,10 @@ class BlockSequence(Sequence[BlockView]):
     def __getitem__(self, index: int | slice) -> BlockView | BlockSequence:
         if isinstance(index, slice):
             return BlockSequence(self._pool, self.block_ids[index])
-        return self._pool.view(self.block_ids[index])
+        return BlockView(self._pool, self.block_ids[index])
 
     def __iter__(self) -> Iterator[BlockView]:
-        return map(self._pool.view, self.block_ids)
+        return (BlockView(self._pool, block_id) for block_id in self.block_ids)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, BlockSequence) and other._pool is self._pool:
@@ -142,10 +144,12 @@ class KVCacheBlocks:
 
     def get_block_ids(self, allow_none: bool = False) -> tuple[list[int], ...] | None:
         """The ids by group, each a new list. With `allow_none`, None where no group has a block."""
-        rows = self.block_ids
+        rows = self._block_ids
+        if rows is None:
+            rows = self.block_ids
         if allow_none and not any(rows):
             return None
-        return tuple([*row] for row in rows)
+        return tuple([[*row] for row in rows])
 
     def get_unhashed_block_ids(self) -> list[int]:
         """Ids of the blocks that are not in the prefix cache; for one group only (KV connectors ask)."""
@@ -170,3 +174,62 @@ class KVCacheBlocks:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(block_ids={tuple(list(row) for row in self.block_ids)})"
+
+
+class NoBlocks(KVCacheBlocks):
+    """No blocks, the answer that a running request gets most of the time: quick to read.
+
+    Args:
+        pool: whose blocks they are not.
+        block_ids: an empty row for each group.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, pool: BlockPool, block_ids: tuple[Sequence[int], ...]) -> None:
+        self._blocks, self._block_ids, self._pool = None, block_ids, pool
+
+    def get_block_ids(self, allow_none: bool = False) -> tuple[list[int], ...] | None:
+        return None if allow_none else tuple([[] for _ in self.block_ids])
+
+
+class FoundBlocks(KVCacheBlocks):
+    """The answer to a lookup, which remembers in which runs it found the blocks.
+
+    Args:
+        pool: the pool that was looked in.
+        hits: what was found, by group.
+        num_tokens: of the hit.
+    """
+
+    __slots__ = ("_hits", "_num_tokens", "_version")
+
+    def __init__(self, pool: BlockPool, hits: tuple[Hit, ...], num_tokens: int) -> None:
+        self._blocks, self._block_ids, self._pool = None, tuple([hit.block_ids for hit in hits]), pool
+        self._hits, self._num_tokens, self._version = hits, num_tokens, pool.version
+
+    def hits_in(self, pool: BlockPool, num_tokens: int) -> tuple[Hit, ...] | None:
+        """What was found, if it was so many tokens of this pool, in which nothing has changed since; else None."""
+        is_current = self._pool is pool and self._version == pool.version and self._num_tokens == num_tokens
+        return self._hits if is_current else None
+
+
+class HeldBlocks(KVCacheBlocks):
+    """The blocks of a request, as they are whenever they are read.
+
+    Args:
+        pool: their pool.
+        tables: the request's, by group; None where a group has none.
+    """
+
+    __slots__ = ("_tables",)
+
+    def __init__(self, pool: BlockPool, tables: Sequence[BlockTable | None]) -> None:
+        self._blocks, self._pool = None, pool
+        self._block_ids = tuple([table.block_ids if table is not None and table.block_ids else () for table in tables])
+        self._tables = tables
+
+    def get_unhashed_block_ids(self) -> list[int]:
+        # Connectors ask at each admission: the table knows it without a look at all runs.
+        table = self._tables[0] if len(self._tables) == 1 else None
+        return table.unhashed_block_ids() if table is not None else super().get_unhashed_block_ids()

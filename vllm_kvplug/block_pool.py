@@ -1,17 +1,21 @@
 """The life of a block: unused -> held -> (full and cached) -> free but still cached -> reused.
 
-The pool counts references, keeps the hash of every cached block, owns the prefix indexes and asks an eviction policy
-which free block is reused next. It knows no requests: who holds what is the groups' business. Block 0 is the null
-block, a placeholder that is never handed out, freed, cached or counted; blocks 1 to n may be reserved (the sinks of
-attention with sinks) and are no request's either.
+The pool hands out block ids, keeps runs of blocks with their hashes and the number of their holders, owns the prefix
+indexes and asks an eviction policy which free run is reused next. It knows no requests: who holds what is the groups'
+business. Block 0 is the null block, a placeholder that is never handed out, freed, cached or counted; blocks 1 to n may
+be reserved (the sinks of attention with sinks) and are no request's either.
+
+A block that was handed out is *loose*, the business of the one who took it, until it is cached or given back: both make
+it part of a run. Nothing here is kept for each block, so a pool of any size costs nothing at its start. What is known
+of single blocks is in `block_states.py`.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Collection, Iterable, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from vllm_kvplug.block import BlockView
+from vllm_kvplug.block_run import BlockRun
 from vllm_kvplug.errors import BlockError, CallError
 from vllm_kvplug.eviction.base import EvictionPolicy
 from vllm_kvplug.observers import ObserverSet
@@ -26,73 +30,82 @@ class BlockPool:
     Args:
         num_blocks: blocks in the pool, the null block and reserved ones included.
         num_groups: KV cache groups, each with a prefix index of its own.
-        free_blocks: the order over the free blocks; fresh, every block but the null block in it.
+        policy: the order over the free runs, none in it yet.
         observers: whom to tell.
         num_reserved_blocks: leading blocks that nobody is given, the null block included.
 
     Attributes (read only for everybody else):
-        reference_counts: by block id, how many requests hold the block.
-        block_hashes: by block id, the hash that the block is cached under, or None.
-        block_group_ids: by block id, the KV cache group whose index the hash is in; meaningful only with a hash.
-        free_blocks: the eviction policy, an order over the free blocks.
+        policy: the eviction policy.
         indexes: by group, the prefix index.
+        held_runs: runs that somebody holds (a dict used as a set).
+        num_free_blocks: blocks that could be handed out now, those that are free but still cached included.
+        version: another number after each change of what a lookup could find, or of the runs that it found.
     """
 
     def __init__(
         self,
         num_blocks: int,
         num_groups: int,
-        free_blocks: EvictionPolicy,
+        policy: EvictionPolicy,
         observers: ObserverSet,
         num_reserved_blocks: int = 1,
     ) -> None:
         self.num_blocks = num_blocks
         self.num_reserved_blocks = num_reserved_blocks
-        self.free_blocks = free_blocks
-        if num_reserved_blocks > 1:
-            reserved = free_blocks.pop(num_reserved_blocks - 1)
-            if reserved != list(range(1, num_reserved_blocks)):
-                raise BlockError(
-                    f"reserved blocks: expected ids 1 to {num_reserved_blocks - 1} first in the fresh order of "
-                    f"{type(free_blocks).__name__}, found {reserved}"
-                )
-        self.reference_counts = [0] * num_blocks
-        self.block_hashes: list[bytes | None] = [None] * num_blocks
-        self.block_group_ids = array("H", bytes(2 * num_blocks))
+        self.policy = policy
         self.indexes = tuple(PrefixIndex() for _ in range(num_groups))
+        self.held_runs: dict[BlockRun, None] = {}
+        self.num_usable_blocks = self.num_free_blocks = num_blocks - num_reserved_blocks
+        self.version = 0
         self._observers = observers
+        self._next_unused = num_reserved_blocks
+        self._places: dict[int, tuple[BlockRun, int]] | None = None
+        # Come before everything else, the first to be reused first; hardly ever any.
+        self._worthless: deque[BlockRun] = deque()
 
     # Reading
 
     @property
-    def num_free_blocks(self) -> int:
-        """Blocks that could be handed out now, those that are free but still cached included."""
-        return len(self.free_blocks)
-
-    @property
     def num_held_blocks(self) -> int:
         """Blocks that a request holds."""
-        return self.num_usable_blocks - len(self.free_blocks)
-
-    @property
-    def num_usable_blocks(self) -> int:
-        """Blocks that requests can hold."""
-        return self.num_blocks - self.num_reserved_blocks
+        return self.num_usable_blocks - self.num_free_blocks
 
     @property
     def usage(self) -> float:
         """Held part of the usable blocks, 0.0 to 1.0."""
         num_usable_blocks = self.num_usable_blocks
         # One minus the free part, not the held part: the same float as upstream reports.
-        return 1.0 - len(self.free_blocks) / num_usable_blocks if num_usable_blocks else 0.0
+        return 1.0 - self.num_free_blocks / num_usable_blocks if num_usable_blocks else 0.0
 
-    def view(self, block_id: int) -> BlockView:
-        """An object for a block id; equal to every other one for it."""
-        return BlockView(self, block_id)
+    def unused_block_ids(self) -> range:
+        """Blocks that were never handed out, the next to be first."""
+        return range(self._next_unused, self.num_blocks)
 
-    def match(self, group_id: int, block_hashes: Iterable[bytes], max_num_blocks: int) -> list[int]:
-        """Block ids of the longest cached leading run, at most `max_num_blocks`. Changes nothing."""
-        return self.indexes[group_id].match(block_hashes, max_num_blocks)
+    def free_runs(self) -> Iterator[BlockRun]:
+        """Free runs, the next to be reused first; the unused blocks come after those that are worth nothing."""
+        yield from self._worthless
+        yield from self.policy
+
+    def free_block_ids(self) -> Iterator[int]:
+        """All free blocks in the order of their reuse. For checks, views and tests: slow."""
+        for run in self._worthless:
+            yield from reversed(run.block_ids)
+        yield from self.unused_block_ids()
+        for run in self.policy:
+            yield from reversed(run.block_ids)
+
+    def places(self) -> Mapping[int, tuple[BlockRun, int]]:
+        """By block id, the run that a block is in and its offset there. Unused and loose blocks are in none.
+
+        Slow the first time after a change: looks at all runs.
+        """
+        if self._places is None:
+            self._places = {
+                block_id: (run, offset)
+                for run in (*self.held_runs, *self.free_runs())
+                for offset, block_id in enumerate(run.block_ids)
+            }
+        return self._places
 
     def check_block_ids(self, block_ids: Collection[int]) -> None:
         """See that the ids are this pool's.
@@ -104,126 +117,225 @@ class BlockPool:
             if not 0 <= block_id < self.num_blocks:
                 raise CallError(f"block {block_id}: expected an id from 0 to {self.num_blocks - 1}")
 
-    def check_hits(self, group_id: int, block_ids: Sequence[int], *, may_be_null: bool) -> None:
-        """See that each of the blocks is cached in this group, or null where it may be, and none is named twice.
-
-        Raises:
-            CallError: one is not, or is not of this pool.
-        """
-        self.check_block_ids(block_ids)
-        num_nulls = block_ids.count(NULL_BLOCK_ID)
-        if num_nulls and not may_be_null:
-            raise CallError(f"KV cache group {group_id}: expected no null block among the hits, found {num_nulls}")
-        if len(block_ids) - num_nulls != len(set(block_ids)) - bool(num_nulls):
-            raise CallError(f"KV cache group {group_id}: expected each hit once, found blocks {list(block_ids)}")
-        hashes, group_ids = self.block_hashes, self.block_group_ids
-        for block_id in block_ids:
-            if block_id != NULL_BLOCK_ID and (hashes[block_id] is None or group_ids[block_id] != group_id):
-                found = "one that is not cached" if hashes[block_id] is None else f"one of group {group_ids[block_id]}"
-                raise CallError(f"block {block_id}: expected a prefix hit of KV cache group {group_id}, found {found}")
-
-    def num_free_among(self, block_ids: Sequence[int]) -> int:
-        """How many of these blocks are free now (a hit takes them out of the free blocks)."""
-        counts = self.reference_counts
-        return sum(1 for block_id in block_ids if not counts[block_id] and block_id != NULL_BLOCK_ID)
+    def _changed(self) -> None:
+        """What a lookup could find, or the runs that it found, changed."""
+        self.version += 1
+        self._places = None
 
     # Taking and giving back
 
     def take(self, num_blocks: int) -> list[int]:
-        """Hand out the next free blocks, each held once; those that were cached leave the prefix cache.
+        """Hand out the next free blocks, loose; those that were cached leave the prefix cache.
 
         Raises:
             BlockError: fewer are free. Nothing was changed.
         """
-        if not 0 <= num_blocks <= len(self.free_blocks):
+        if not 0 <= num_blocks <= self.num_free_blocks:
             raise BlockError(
-                f"cannot take {num_blocks} blocks from the pool: {len(self.free_blocks)} of {self.num_blocks} are free"
+                f"cannot take {num_blocks} blocks from the pool: {self.num_free_blocks} of {self.num_blocks} are free"
             )
-        block_ids = self.free_blocks.pop(num_blocks)
-        counts, hashes = self.reference_counts, self.block_hashes
-        for block_id in block_ids:
-            counts[block_id] = 1
-            if hashes[block_id] is not None:
-                self._drop_hash(block_id)
+        if num_blocks == 1 and not self._worthless:
+            block_ids = [self._take_one()]
+        else:
+            block_ids = self._take_several(num_blocks)
+        self.num_free_blocks -= num_blocks
         for notify in self._observers.on_take:
             notify(block_ids)
         return block_ids
 
-    def acquire(self, block_ids: Sequence[int]) -> None:
-        """Hold blocks that a lookup found: one reference more each; free ones leave the free blocks.
+    def _take_one(self) -> int:
+        """The next free block, where none is worthless: what a decoding request takes."""
+        block_id = self._next_unused
+        if block_id < self.num_blocks:
+            self._next_unused = block_id + 1
+            return block_id
+        run = self.policy.next_run()
+        self._places = None
+        block_id = run.block_ids.pop()
+        if len(run.block_hashes) > len(run.block_ids):
+            self._uncache_end(run, len(run.block_ids), [block_id])
+        if not run.block_ids:
+            self.policy.remove(run)
+        return block_id
 
-        Raises:
-            CallError: an id is outside the pool. Nothing was changed.
-        """
-        self.check_block_ids(block_ids)
-        counts = self.reference_counts
-        for block_id in block_ids:
-            if block_id == NULL_BLOCK_ID:
-                continue
-            if not counts[block_id]:
-                self.free_blocks.remove(block_id)
-            counts[block_id] += 1
-        for notify in self._observers.on_acquire:
-            notify(block_ids)
+    def _take_several(self, num_blocks: int) -> list[int]:
+        block_ids: list[int] = []
+        worthless = self._worthless
+        while worthless and len(block_ids) < num_blocks:
+            run = worthless[0]
+            block_ids += self._eat(run, num_blocks - len(block_ids))
+            if not run.block_ids:
+                worthless.popleft()
+        first = self._next_unused
+        if first < self.num_blocks:
+            self._next_unused = min(first + num_blocks - len(block_ids), self.num_blocks)
+            block_ids += range(first, self._next_unused)
+        policy = self.policy
+        while len(block_ids) < num_blocks:
+            run = policy.next_run()
+            block_ids += self._eat(run, num_blocks - len(block_ids))
+            if not run.block_ids:
+                policy.remove(run)
+        return block_ids
 
-    def release(self, block_ids: Sequence[int], *, is_worthless: bool = False) -> None:
-        """Give up one reference on each block, in this order; a block that nobody holds any more becomes free and stays
-        cached. Worthless ones are reused before all others.
-
-        Raises:
-            BlockError: a block is not held (as often as it is named). Nothing was changed.
-        """
-        counts = self.reference_counts
-        freed: list[int] = []
-        first_usable = self.num_reserved_blocks
-        for position, block_id in enumerate(block_ids):
-            count = counts[block_id] - 1 if first_usable <= block_id < self.num_blocks else -1
-            if count > 0:
-                counts[block_id] = count
-            elif count == 0:
-                counts[block_id] = 0
-                freed.append(block_id)
-            elif block_id != NULL_BLOCK_ID:
-                for undone in block_ids[:position]:
-                    counts[undone] += undone != NULL_BLOCK_ID
-                raise BlockError(
-                    f"cannot free block {block_id}: expected a held block of this pool "
-                    f"({first_usable} to {self.num_blocks - 1}), "
-                    "found one that nobody holds (freed twice?)"
-                )
-        if is_worthless:
-            self.free_blocks.push_first(freed)
+    def _eat(self, run: BlockRun, max_num_blocks: int) -> list[int]:
+        """Take blocks off the end of a free run, the last first."""
+        self._places = None
+        num_left = len(run.block_ids) - max_num_blocks
+        if num_left > 0:
+            block_ids = run.block_ids[num_left:]
+            del run.block_ids[num_left:]
         else:
-            self.free_blocks.push(freed)
+            num_left, block_ids, run.block_ids = 0, run.block_ids, []
+        block_ids.reverse()
+        if num_left < len(run.block_hashes):
+            self._uncache_end(run, num_left, block_ids)
+        return block_ids
+
+    def acquire(self, run: BlockRun, offset: int, num_blocks: int) -> BlockRun:
+        """Hold some blocks of a run that a lookup found: the answer is a run of these alone, held once more.
+
+        Where the run was split since then (for another part of the same hit), `offset` counts on in its rest.
+        """
+        while offset >= len(run.block_ids):
+            assert run.rest is not None
+            offset -= len(run.block_ids)
+            run = run.rest
+        if offset:
+            run = self.split(run, offset)
+        if num_blocks < len(run.block_ids):
+            self.split(run, num_blocks)
+        if not run.num_holders:
+            self.policy.remove(run)
+            self.num_free_blocks -= num_blocks
+            self.held_runs[run] = None
+        run.num_holders += 1
+        run.grower = None
+        for notify in self._observers.on_acquire:
+            notify(run.block_ids)
+        return run
+
+    def release(self, runs: Sequence[BlockRun], *, is_worthless: bool = False) -> None:
+        """Give up one hold on each run, in this order; a run that nobody holds any more becomes free, and its blocks
+        stay cached. Worthless ones are reused before all others.
+
+        Raises:
+            BlockError: a run is not held (as often as it is named). Nothing was changed.
+        """
+        freed: list[BlockRun] = []
+        for position, run in enumerate(runs):
+            run.num_holders -= 1
+            if run.num_holders <= 0:
+                if run.num_holders < 0:
+                    for undone in runs[: position + 1]:
+                        undone.num_holders += 1
+                    raise BlockError(f"cannot free {run!r}: expected one that is held, found one that nobody holds")
+                freed.append(run)
+        self._places = None  # there may be runs of blocks among them that were loose until now
+        for run in freed:
+            run.grower = None
+            self.num_free_blocks += len(run.block_ids)
+            self.held_runs.pop(run, None)
+        if is_worthless:
+            self._worthless.extendleft(reversed(freed))
+        else:
+            self.policy.push(freed)
         for notify in self._observers.on_release:
-            notify(block_ids)
+            for run in runs:
+                notify(run.block_ids[::-1])
+
+    def split(self, run: BlockRun, num_blocks: int) -> BlockRun:
+        """Cut a run behind its first `num_blocks` blocks: the others are a run of their own from now on, the answer.
+
+        Whoever holds the run holds both, and finds the second as the first's `rest`.
+        """
+        rest = BlockRun(run.block_ids[num_blocks:], run.group_id, run.first_position + num_blocks, run.num_holders)
+        del run.block_ids[num_blocks:]
+        rest.block_hashes = run.block_hashes[num_blocks:]
+        del run.block_hashes[num_blocks:]
+        rest.is_intact = run.is_intact
+        run.grower = None
+        rest.rest, run.rest = run.rest, rest
+        self._move(rest.block_hashes, run, rest)
+        if run.num_holders:
+            self.held_runs[rest] = None
+        elif run in self._worthless:
+            self._worthless.insert(self._worthless.index(run), rest)
+        else:
+            self.policy.split(run, rest)
+        return rest
+
+    def cut_head(self, run: BlockRun, num_blocks: int) -> BlockRun:
+        """Cut the first `num_blocks` blocks off a run that only the caller holds, and who knows of it: the answer is a
+        run of these, the run has the others. The other way round than `split`, for a window that moves over a long run.
+        """
+        head = BlockRun(run.block_ids[:num_blocks], run.group_id, run.first_position, run.num_holders)
+        del run.block_ids[:num_blocks]
+        head.block_hashes = run.block_hashes[:num_blocks]
+        del run.block_hashes[:num_blocks]
+        head.is_intact = run.is_intact
+        run.first_position += num_blocks
+        self._move(head.block_hashes, run, head)
+        self.held_runs[head] = None
+        return head
+
+    def _move(self, block_hashes: Sequence[bytes | None], run: BlockRun, to_run: BlockRun) -> None:
+        self._changed()
+        if block_hashes:
+            self.indexes[run.group_id].move(block_hashes, run, to_run)
 
     # Caching
 
-    def cache(self, group_id: int, block_ids: Sequence[int], block_hashes: Sequence[bytes]) -> None:
-        """Make full blocks findable: `block_ids[i]` holds the tokens of `block_hashes[i]`. Null blocks are skipped.
-
-        Raises:
-            BlockError: a block is cached already, or there are not as many hashes as blocks. Nothing was changed.
+    def cache(
+        self, group_id: int, first_position: int, block_ids: list[int], block_hashes: Sequence[bytes]
+    ) -> BlockRun:
+        """Make loose blocks that are full findable: `block_ids[i]` holds the tokens of `block_hashes[i]`. The answer is
+        a run of them, held once.
         """
-        if len(block_ids) != len(block_hashes):
-            raise BlockError(
-                f"cannot cache {len(block_ids)} blocks: expected as many hashes, found {len(block_hashes)}"
-            )
-        hashes, group_ids, insert = self.block_hashes, self.block_group_ids, self.indexes[group_id].insert
-        for block_id in block_ids:
-            if hashes[block_id] is not None:
-                raise BlockError(f"cannot cache block {block_id}: it is cached already, in group {group_ids[block_id]}")
-        for block_id, block_hash in zip(block_ids, block_hashes, strict=True):
-            if block_id == NULL_BLOCK_ID:
-                continue
-            hashes[block_id] = block_hash
-            group_ids[block_id] = group_id
-            insert(block_hash, block_id)
+        run = BlockRun(block_ids, group_id, first_position, 1)
+        self.held_runs[run] = None
+        run.block_hashes += block_hashes
+        self._changed()
+        self.indexes[group_id].insert(block_hashes, run)
+        return run
+
+    def cache_more(self, run: BlockRun, block_ids: list[int], block_hashes: Sequence[bytes]) -> None:
+        """The same, at the end of a run that only the caller holds, all of whose blocks are cached."""
+        run.block_ids += block_ids
+        run.block_hashes += block_hashes
+        self._changed()
+        self.indexes[run.group_id].insert(block_hashes, run)
+
+    def cache_one_more(self, run: BlockRun, block_id: int, block_hash: bytes) -> None:
+        """The same for one block: what a decoding request does."""
+        run.block_ids.append(block_id)
+        run.block_hashes.append(block_hash)
+        self.version += 1
+        self._places = None
+        index = self.indexes[run.group_id]
+        if index.runs.setdefault(block_hash, run) is not run:
+            index.set_aside(block_hash, run)
+
+    def uncache(self, run: BlockRun, offset: int, num_blocks: int) -> None:
+        """Take those of these blocks of a run out of the prefix cache that are in it. Who holds them keeps them."""
+        end = min(offset + num_blocks, len(run.block_hashes))
+        if offset >= end:
+            return
+        self._changed()
+        run.grower = None
+        for index in range(offset, end):
+            block_hash = run.block_hashes[index]
+            if block_hash is not None:
+                self._remove_one(block_hash, run, run.block_ids[index])
+                run.block_hashes[index] = None
+        if end == len(run.block_hashes):
+            del run.block_hashes[offset:]
+        else:
+            run.is_intact = False
 
     def evict(self, block_ids: Collection[int]) -> None:
         """Take blocks out of the prefix cache, held or free. Who holds them keeps them; blocks that are not cached are
-        passed over.
+        passed over. Slow: looks at all runs.
 
         Raises:
             CallError: an id is outside the pool. Nothing was changed.
@@ -234,13 +346,31 @@ class BlockPool:
         self.check_block_ids(block_ids)
         for notify in self._observers.on_withdraw:
             notify(block_ids)
-        self.uncache(block_ids)
-
-    def uncache(self, block_ids: Collection[int]) -> None:
-        """Take those of these blocks out of the prefix cache that are cached."""
+        places = self.places()
         for block_id in block_ids:
-            if self.block_hashes[block_id] is not None:
-                self._drop_hash(block_id)
+            if block_id in places:
+                self.uncache(*places[block_id], 1)
+
+    def _uncache_end(self, run: BlockRun, num_left: int, block_ids: list[int]) -> None:
+        """Drop the hashes of blocks that were taken off a run's end; `block_ids` are these, the last first."""
+        if num_left:
+            block_hashes = run.block_hashes[num_left:]
+            del run.block_hashes[num_left:]
+        else:
+            block_hashes, run.block_hashes = run.block_hashes, []
+        self.version += 1
+        if run.is_intact and not self._observers.on_evict:
+            self.indexes[run.group_id].remove(block_hashes, run)  # type: ignore[arg-type]  # intact: none is missing
+            return
+        block_hashes.reverse()
+        for block_hash, block_id in zip(block_hashes, block_ids[len(block_ids) - len(block_hashes) :], strict=True):
+            if block_hash is not None:
+                self._remove_one(block_hash, run, block_id)
+
+    def _remove_one(self, block_hash: bytes, run: BlockRun, block_id: int) -> None:
+        is_last_copy = self.indexes[run.group_id].remove_one(block_hash, run)
+        for notify in self._observers.on_evict:
+            notify(block_id, run.group_id, block_hash, is_last_copy)
 
     def reset(self) -> bool:
         """Drop the whole prefix cache. Answers False, and changes nothing, while a request holds a block."""
@@ -248,15 +378,10 @@ class BlockPool:
             return False
         for index in self.indexes:
             index.clear()
-        self.block_hashes = [None] * self.num_blocks
+        for run in self.free_runs():
+            run.block_hashes.clear()
+            run.is_intact = True
+        self._changed()
         for notify in self._observers.on_reset:
             notify()
         return True
-
-    def _drop_hash(self, block_id: int) -> None:
-        block_hash, group_id = self.block_hashes[block_id], self.block_group_ids[block_id]
-        assert block_hash is not None
-        is_last_copy = self.indexes[group_id].remove(block_hash, block_id)
-        self.block_hashes[block_id] = None
-        for notify in self._observers.on_evict:
-            notify(block_id, group_id, block_hash, is_last_copy)

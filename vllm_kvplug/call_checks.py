@@ -17,6 +17,15 @@ def check_demand(request_id: str, demand: SlotDemand) -> None:
     Raises:
         CallError: they are not, or there is not.
     """
+    if (
+        demand.num_new_tokens > 0
+        and demand.num_computed_tokens >= 0
+        and demand.num_hit_tokens >= 0
+        and demand.num_external_tokens >= 0
+        and demand.num_lookahead_tokens >= 0
+        and demand.num_encoder_tokens >= 0
+    ):
+        return
     for name in _COUNTS:
         if (num_tokens := getattr(demand, name)) < 0:
             raise CallError(f"request {request_id!r}: {name}: expected at least 0, found {num_tokens}")

@@ -12,6 +12,7 @@ from typing import Any
 
 from vllm_kvplug.allocation import AllocationPlan, SlotDemand
 from vllm_kvplug.block_pool import NULL_BLOCK_ID, BlockPool
+from vllm_kvplug.block_run import Hit
 from vllm_kvplug.errors import UnsupportedError
 from vllm_kvplug.geometry import FULL_KINDS, AttentionKind, CacheGeometry
 from vllm_kvplug.groups import AttentionGroup, group_class
@@ -52,36 +53,58 @@ class Coordinator:
             for group_id, group in enumerate(geometry.groups)
         )
         self._enable_caching = enable_caching
+        self._releasing_groups = tuple(group for group in self.groups if group.releases_skipped)
+        # Whether `grow` serves running requests, and whether release_skipped has anything to do.
+        self.grows_plainly = all(group.grows_plainly for group in self.groups)
+        self.releases_skipped = bool(self._releasing_groups)
+        self._pool = pool
+        self._no_block_ids: tuple[Sequence[int], ...] = ((),) * len(self.groups)
         self._hit_alignment_tokens = geometry.hit_alignment_tokens
         # Groups whose answer only needs cutting when another shortens the hit come first: each is asked once.
         self._match_order = sorted(self.groups, key=lambda group: not group.any_shorter_prefix_serves)
 
-    def match(self, block_hashes: Sequence[bytes], max_num_tokens: int) -> tuple[tuple[list[int], ...], int]:
-        """The longest prefix that every group can serve: block ids by group, and its number of tokens. Changes nothing.
+    def match(self, block_hashes: Sequence[bytes], max_num_tokens: int) -> tuple[tuple[Hit, ...], int]:
+        """The longest prefix that every group can serve: by group, and its number of tokens. Changes nothing.
 
         A fixed point: each group in turn accepts the others' length or shortens it, until all agree.
         """
+        if len(self.groups) == 1:
+            return self._match_alone(self.groups[0], block_hashes, max_num_tokens)
         alignment_tokens = self._hit_alignment_tokens
         num_hit_tokens = min((self._max_hit_tokens(group, max_num_tokens) for group in self.groups), default=0)
         num_hit_tokens -= num_hit_tokens % alignment_tokens
-        rows: dict[int, list[int]] = {}
+        hits: dict[int, Hit] = {}
         agreed = False
         while not agreed:
             agreed = True
             for group in self._match_order:
                 num_blocks = num_hit_tokens // group.num_tokens_per_block
-                row = rows.get(group.group_id)
-                if row is not None and group.any_shorter_prefix_serves:
-                    del row[num_blocks:]
-                elif row is None or len(row) != num_blocks:
-                    row = group.match(
+                hit = hits.get(group.group_id)
+                if hit is not None and group.any_shorter_prefix_serves:
+                    hits[group.group_id] = hit.up_to(num_blocks)
+                elif hit is None or len(hit) != num_blocks:
+                    hit = group.match(
                         group.hashes_of(block_hashes), num_blocks, alignment_tokens // group.num_tokens_per_block
                     )
-                    rows[group.group_id] = row
-                    if len(row) != num_blocks:
-                        num_hit_tokens = len(row) * group.num_tokens_per_block
+                    hits[group.group_id] = hit
+                    if len(hit) != num_blocks:
+                        num_hit_tokens = len(hit) * group.num_tokens_per_block
                         agreed = False
-        return tuple(rows[group.group_id] for group in self.groups), num_hit_tokens
+        return tuple(hits[group.group_id] for group in self.groups), num_hit_tokens
+
+    def _match_alone(
+        self, group: AttentionGroup, block_hashes: Sequence[bytes], max_num_tokens: int
+    ) -> tuple[tuple[Hit, ...], int]:
+        """The same for the only group."""
+        num_tokens_per_block, alignment_tokens = group.num_tokens_per_block, self._hit_alignment_tokens
+        max_hit_tokens = self._max_hit_tokens(group, max_num_tokens)
+        max_hit_tokens -= max_hit_tokens % alignment_tokens
+        hit = group.match(
+            group.hashes_of(block_hashes),
+            max_hit_tokens // num_tokens_per_block,
+            alignment_tokens // num_tokens_per_block,
+        )
+        return (hit,), len(hit) * num_tokens_per_block
 
     @staticmethod
     def _max_hit_tokens(group: AttentionGroup, max_num_tokens: int) -> int:
@@ -89,31 +112,31 @@ class Coordinator:
         num_blocks = max_num_tokens // group.num_tokens_per_block - (group.num_blocks_beyond_hit > 0)
         return max(num_blocks, 0) * group.num_tokens_per_block
 
-    def check_admission(self, request_id: str, hit_block_ids: Sequence[Sequence[int]], *, is_admission: bool) -> None:
+    def check_admission(self, request_id: str, hits: Sequence[Hit], *, is_admission: bool) -> None:
         """See that the request can have these hits, in every group. Changes nothing."""
-        for group, group_hit_block_ids in zip(self.groups, hit_block_ids, strict=True):
-            group.check_admission(request_id, group_hit_block_ids, is_admission=is_admission)
+        for group, hit in zip(self.groups, hits, strict=True):
+            group.check_admission(request_id, len(hit), is_admission=is_admission)
 
     def release_skipped(self, request_id: str, num_computed_tokens: int, num_confirmed_tokens: int) -> None:
         """Free what the attention windows have left behind, in every group."""
-        for group in self.groups:
+        for group in self._releasing_groups:
             group.release_skipped(request_id, num_computed_tokens, num_confirmed_tokens)
 
-    def plan(
-        self, request_id: str, demand: SlotDemand, hit_block_ids: Sequence[Sequence[int]], *, is_admission: bool
-    ) -> AllocationPlan:
+    def plan(self, request_id: str, demand: SlotDemand, hits: Sequence[Hit], *, is_admission: bool) -> AllocationPlan:
         """What serving the demand would take, over all groups. Changes nothing."""
         plans = tuple(
-            group.plan(request_id, demand, group_hit_block_ids, is_admission=is_admission)
-            for group, group_hit_block_ids in zip(self.groups, hit_block_ids, strict=True)
+            [
+                group.plan(request_id, demand, hit, is_admission=is_admission)
+                for group, hit in zip(self.groups, hits, strict=True)
+            ]
         )
-        num_free_blocks_needed = sum(plan.num_free_blocks_needed for plan in plans)
-        return AllocationPlan(plans, num_free_blocks_needed, any(plan.defers for plan in plans))
+        num_free_blocks_needed = sum([plan.num_free_blocks_needed for plan in plans])
+        return AllocationPlan(plans, num_free_blocks_needed, any([plan.defers for plan in plans]))
 
-    def admit(self, request_id: str, plan: AllocationPlan) -> None:
+    def admit(self, request_id: str, plan: AllocationPlan, hits: Sequence[Hit]) -> None:
         """Hold the hits of every group, then take the blocks for external tokens of every group."""
-        for group, group_plan in zip(self.groups, plan.groups, strict=True):
-            group.admit(request_id, group_plan)
+        for group, group_plan, hit in zip(self.groups, plan.groups, hits, strict=True):
+            group.admit(request_id, group_plan, hit)
         for group, group_plan in zip(self.groups, plan.groups, strict=True):
             group.take_external(request_id, group_plan)
 
@@ -122,6 +145,27 @@ class Coordinator:
         return tuple(
             group.take_new(request_id, group_plan) for group, group_plan in zip(self.groups, plan.groups, strict=True)
         )
+
+    def grow(
+        self, request: Any, num_slot_tokens: int, num_cache_tokens: int
+    ) -> tuple[tuple[Sequence[int], ...], int] | None:
+        """Give a running request the slots that it lacks and cache what is full, in every group.
+
+        Returns:
+            New ids by group, and the quiet limit; None where the free blocks do not suffice, nothing was changed then.
+        """
+        num_missing = sum([group.num_missing_blocks(request.request_id, num_slot_tokens) for group in self.groups])
+        if num_missing > self._pool.num_free_blocks:
+            return None
+        # All groups take before one caches, as in the general case.
+        rows = []
+        if num_missing:
+            for group in self.groups:
+                rows.append(group.grow(request, num_slot_tokens, 0)[0])
+        limit = NO_LIMIT
+        for group in self.groups:
+            limit = min(limit, group.grow(request, 0, num_cache_tokens)[1])
+        return (tuple(rows) if rows else self._no_block_ids, limit)
 
     def check_block_hashes(self, request: Any, num_tokens: int) -> None:
         """See that the request has the hashes that caching its first `num_tokens` tokens needs."""
@@ -168,7 +212,7 @@ class Coordinator:
 
     def block_ids(self, request_id: str) -> tuple[list[int], ...]:
         """`block_ids[group][i]`: the request's tables, not copies."""
-        return tuple(group.block_ids(request_id) for group in self.groups)
+        return tuple([group.block_ids(request_id) for group in self.groups])
 
     def num_held_blocks(self, request_id: str) -> int:
         """Blocks of all groups that the request holds."""
@@ -182,6 +226,8 @@ class Coordinator:
 
     def quiet_limit_tokens(self, request_id: str) -> int:
         """The most tokens that the request can grow to without any group having something to do."""
+        if len(self.groups) == 1:
+            return self.groups[0].quiet_limit_tokens(request_id, caches=self._enable_caching)
         return min(
             (group.quiet_limit_tokens(request_id, caches=self._enable_caching) for group in self.groups),
             default=NO_LIMIT,

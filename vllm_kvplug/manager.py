@@ -8,12 +8,14 @@ skip_reading_prefix_cache, num_output_placeholders.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_kvplug import call_checks, eviction
 from vllm_kvplug.allocation import AllocationPlan, Refusal, SlotDemand
-from vllm_kvplug.block import KVCacheBlocks
+from vllm_kvplug.block import FoundBlocks, HeldBlocks, KVCacheBlocks, NoBlocks
 from vllm_kvplug.block_pool import BlockPool
+from vllm_kvplug.block_run import NO_HIT, Hit
+from vllm_kvplug.block_states import find_hit
 from vllm_kvplug.checking import CheckedCalls
 from vllm_kvplug.coordinator import Coordinator
 from vllm_kvplug.errors import CallError
@@ -23,7 +25,13 @@ from vllm_kvplug.observers import Observer, ObserverSet
 from vllm_kvplug.settings import Settings
 from vllm_kvplug.sizing import NeverFits, never_fits
 
-_BlockIds = tuple[Sequence[int], ...]  # block_ids[group][i]
+
+class _Lookup(NamedTuple):
+    """A lookup's answer, and all that it depended on: the pool's version, the request's tokens and its last hash."""
+
+    asked: tuple[int, int, bytes | None]
+    blocks: KVCacheBlocks
+    num_hit_tokens: int
 
 
 class CacheManager:
@@ -56,7 +64,7 @@ class CacheManager:
         self.pool = BlockPool(
             geometry.num_blocks,
             len(geometry.groups),
-            eviction.create(settings.eviction, geometry.num_blocks),
+            eviction.create(settings.eviction),
             self._observers,
             geometry.num_reserved_blocks,
         )
@@ -65,17 +73,26 @@ class CacheManager:
         )
         self.groups = self._coordinator.groups
         self._no_block_ids: tuple[tuple[int, ...], ...] = ((),) * len(geometry.groups)
-        self.empty_kv_cache_blocks = KVCacheBlocks.of_ids(self.pool, self._no_block_ids)
+        self._no_hits: Sequence[Hit] = (NO_HIT,) * len(geometry.groups)
+        self.empty_kv_cache_blocks: KVCacheBlocks = NoBlocks(self.pool, self._no_block_ids)
         # By request, the number of tokens up to which a step needs nothing: no new block, and no block becomes full.
         self._quiet_limits_tokens: dict[str, int] = {}
-        # By request, the answer of its last lookup, until it is admitted: statistics count it then, once.
-        self._hits_to_report_tokens: dict[str, int] = {}
+        # By request, its last lookup, until it is admitted: statistics count it then, once, and one that is refused and
+        # asks again gets the same answer as long as nothing has changed.
+        self._lookups: dict[str, _Lookup] = {}
         # Requests of which a step under way verifies drafts, so that not all tokens that count as computed may stay.
         self._drafting: set[str] = set()
         # Where a window is released, no step with drafts may pass by unnoticed.
         has_window = any(group.kind in WINDOW_KINDS for group in geometry.groups)
         self._max_quiet_new_tokens = 1 if has_window else NO_LIMIT
         self._refused_alone: dict[str, Refusal] = {}
+        self._grows_plainly = self._coordinator.grows_plainly
+        self._releases_skipped = self._coordinator.releases_skipped
+        # The only group, where its requests only take blocks at their tables' ends and give none back while they run.
+        self._only_group = None
+        if len(self.groups) == 1 and self._grows_plainly and not self._releases_skipped:
+            self._only_group = self.groups[0]
+        self._num_tokens_per_hash = geometry.num_tokens_per_hash or 1
         if self.checks is not None:
             self.checks.watch(self, CacheManager)
 
@@ -97,10 +114,16 @@ class CacheManager:
         """
         if not self.enable_caching or request.skip_reading_prefix_cache:
             return self.empty_kv_cache_blocks, 0
-        hit_block_ids, num_hit_tokens = self._coordinator.match(request.block_hashes, request.num_tokens - 1)
-        if self._observers.on_admit:
-            self._hits_to_report_tokens[request.request_id] = num_hit_tokens
-        return self._answer(hit_block_ids), num_hit_tokens
+        pool, block_hashes, num_tokens = self.pool, request.block_hashes, request.num_tokens
+        # A hash stands for all before it, so the last one tells whether it is the same prompt still.
+        asked = (pool.version, num_tokens, block_hashes[-1] if block_hashes else None)
+        lookup = self._lookups.get(request.request_id)
+        if lookup is not None and lookup.asked == asked:
+            return lookup.blocks, lookup.num_hit_tokens
+        hits, num_hit_tokens = self._coordinator.match(block_hashes, num_tokens - 1)
+        blocks = FoundBlocks(pool, hits, num_hit_tokens) if num_hit_tokens else self.empty_kv_cache_blocks
+        self._lookups[request.request_id] = _Lookup(asked, blocks, num_hit_tokens)
+        return blocks, num_hit_tokens
 
     def allocate_slots(
         self,
@@ -133,17 +156,23 @@ class CacheManager:
         Raises:
             CallError: arguments that no request can have. Nothing was changed.
         """
-        # The decode step that needs nothing: one look, one sum, one comparison.
+        no_blocks = self.empty_kv_cache_blocks
         if (
-            new_computed_blocks is None
-            and 0 < num_new_tokens <= self._max_quiet_new_tokens
+            (new_computed_blocks is None or new_computed_blocks is no_blocks)
             and not num_external_computed_tokens
             and not num_new_computed_tokens
             and not num_encoder_tokens
-            and request.num_computed_tokens + num_new_tokens + num_lookahead_tokens
-            <= self._quiet_limits_tokens.get(request.request_id, -1)
+            and num_new_tokens > 0
         ):
-            return self.empty_kv_cache_blocks
+            # The decode step that needs nothing: one look, one sum, one comparison.
+            limit_tokens = self._quiet_limits_tokens.get(request.request_id, -1)
+            num_tokens = request.num_computed_tokens + num_new_tokens + num_lookahead_tokens
+            if num_tokens <= limit_tokens and num_new_tokens <= self._max_quiet_new_tokens:
+                return no_blocks
+            if not delay_cache_blocks and (self._only_group is not None or (limit_tokens >= 0 and self._grows_plainly)):
+                answer = self._grow(request, num_tokens, num_tokens - num_lookahead_tokens)
+                if answer is not None:
+                    return answer
 
         demand = SlotDemand(
             num_computed_tokens=request.num_computed_tokens,
@@ -155,44 +184,79 @@ class CacheManager:
             num_encoder_tokens=num_encoder_tokens,
         )
         # The shared empty answer says that there was nothing to find; it does not admit a request.
-        has_lookup = new_computed_blocks is not None and new_computed_blocks is not self.empty_kv_cache_blocks
-        hit_block_ids = new_computed_blocks.block_ids if new_computed_blocks is not None else self._no_block_ids
+        has_lookup = new_computed_blocks is not None and new_computed_blocks is not no_blocks
         call_checks.check_demand(request.request_id, demand)
-        if new_computed_blocks is not None or num_new_computed_tokens:
-            is_ours = new_computed_blocks is None or new_computed_blocks.is_of(self.pool)
-            call_checks.check_hits(
-                request.request_id,
-                hit_block_ids,
-                num_new_computed_tokens,
-                self.geometry,
-                is_ours=is_ours,
-                enable_caching=self.enable_caching,
-            )
+        hits = self._no_hits
+        if has_lookup or num_new_computed_tokens:
+            hits = self._hits_of(request, new_computed_blocks or no_blocks, num_new_computed_tokens)
         is_admission = has_lookup or num_external_computed_tokens > 0
-        self._coordinator.check_admission(request.request_id, hit_block_ids, is_admission=is_admission)
+        self._coordinator.check_admission(request.request_id, hits, is_admission=is_admission)
         # Drafts may be rejected: only tokens that the request has for certain are cached.
         num_cache_tokens = min(demand.num_tokens_after_step, request.num_tokens)
         if not self.enable_caching or delay_cache_blocks:
             num_cache_tokens = 0
         self._coordinator.check_block_hashes(request, num_cache_tokens)
-        new_block_ids = self._serve(request, demand, hit_block_ids, num_cache_tokens, is_admission=is_admission)
+        new_block_ids = self._serve(request, demand, hits, num_cache_tokens, is_admission=is_admission)
         return None if new_block_ids is None else self._answer(new_block_ids)
 
+    def _grow(self, request: Any, num_slot_tokens: int, num_tokens_after_step: int) -> KVCacheBlocks | None:
+        """Serve a request without hits that stays within max_model_len and whose groups only take blocks at their
+        tables' ends; a running one, unless there is but one group. None: not so easily, nothing was changed (but what
+        the windows have left behind).
+        """
+        if num_slot_tokens > self.max_model_len or num_slot_tokens < num_tokens_after_step:
+            return None
+        group = self._only_group
+        if group is None:
+            return self._grow_groups(request, num_slot_tokens, num_tokens_after_step)
+        grown = group.grow_alone(request, num_slot_tokens, num_tokens_after_step, self.enable_caching)
+        if grown is None:
+            return None
+        row, self._quiet_limits_tokens[request.request_id] = grown
+        if self._lookups:
+            self._note_admission(request)
+        return KVCacheBlocks.of_ids(self.pool, (row,)) if row else self.empty_kv_cache_blocks
+
+    def _grow_groups(self, request: Any, num_slot_tokens: int, num_tokens_after_step: int) -> KVCacheBlocks | None:
+        """The same for several groups, or one with a window."""
+        num_cache_tokens = 0
+        if self.enable_caching:
+            # Drafts may be rejected: only tokens that the request has for certain are cached.
+            num_cache_tokens = min(num_tokens_after_step, request.num_tokens)
+            if len(request.block_hashes) < num_cache_tokens // self._num_tokens_per_hash:
+                return None
+        coordinator = self._coordinator
+        if self._releases_skipped:
+            num_computed_tokens = request.num_computed_tokens
+            num_confirmed_tokens = self._num_confirmed_tokens(request, num_computed_tokens)
+            coordinator.release_skipped(request.request_id, num_computed_tokens, num_confirmed_tokens)
+        grown = coordinator.grow(request, num_slot_tokens, num_cache_tokens)
+        if grown is None:
+            return None
+        rows, self._quiet_limits_tokens[request.request_id] = grown
+        if self._releases_skipped:
+            self._note_drafts(request, num_tokens_after_step)
+        if self._lookups:
+            self._note_admission(request)
+        return self._answer(rows)
+
     def _serve(
-        self, request: Any, demand: SlotDemand, hit_block_ids: _BlockIds, num_cache_tokens: int, *, is_admission: bool
+        self, request: Any, demand: SlotDemand, hits: Sequence[Hit], num_cache_tokens: int, *, is_admission: bool
     ) -> tuple[list[int], ...] | None:
         """Plan and, if the free blocks suffice, commit: hits first, then new blocks, then caching."""
         request_id = request.request_id
         # Even where the answer will be None: blocks that nobody looks at any more are free for others.
-        self._coordinator.release_skipped(
-            request_id, demand.num_present_tokens, self._num_confirmed_tokens(request, demand)
-        )
-        plan = self._coordinator.plan(request_id, demand, hit_block_ids, is_admission=is_admission)
+        if self._releases_skipped:
+            num_present_tokens = demand.num_present_tokens
+            num_confirmed_tokens = self._num_confirmed_tokens(request, num_present_tokens)
+            self._coordinator.release_skipped(request_id, num_present_tokens, num_confirmed_tokens)
+            self._note_drafts(request, demand.num_tokens_after_step)
+        plan = self._coordinator.plan(request_id, demand, hits, is_admission=is_admission)
         if plan.defers or plan.num_free_blocks_needed > self.pool.num_free_blocks:
             self._note_refusal(request_id, plan, demand)
             return None
         if is_admission:
-            self._coordinator.admit(request_id, plan)
+            self._coordinator.admit(request_id, plan, hits)
         new_block_ids = self._coordinator.take_new(request_id, plan)
         if num_cache_tokens:
             self._coordinator.cache_full_blocks(request, num_cache_tokens)
@@ -200,27 +264,53 @@ class CacheManager:
         self._note_admission(request)
         return new_block_ids
 
-    def _num_confirmed_tokens(self, request: Any, demand: SlotDemand) -> int:
-        """Computed tokens that stay even if every draft under way is rejected. Notes whether this step has drafts.
+    def _hits_of(self, request: Any, blocks: KVCacheBlocks, num_hit_tokens: int) -> Sequence[Hit]:
+        """What a lookup found, as it is now.
+
+        Raises:
+            CallError: it is not this manager's, not so many tokens, or a block is not what a lookup of its group can
+                have found.
+        """
+        pool = self.pool
+        hits = blocks.hits_in(pool, num_hit_tokens) if type(blocks) is FoundBlocks else None
+        if hits is not None:
+            return hits
+        call_checks.check_hits(
+            request.request_id,
+            blocks.block_ids,
+            num_hit_tokens,
+            self.geometry,
+            is_ours=blocks.is_of(pool),
+            enable_caching=self.enable_caching,
+        )
+        return [
+            find_hit(pool, group.group_id, row, may_be_null=not group.any_shorter_prefix_serves)
+            for group, row in zip(self.groups, blocks.block_ids, strict=True)
+        ]
+
+    def _num_confirmed_tokens(self, request: Any, num_present_tokens: int) -> int:
+        """Computed tokens that stay even if every draft under way is rejected.
 
         Without drafts every computed token stays, also one that an asynchronous step has yet to sample.
         """
         request_id = request.request_id
-        num_present_tokens = demand.num_present_tokens
         num_confirmed_tokens = num_present_tokens
         if request_id in self._drafting:
             num_confirmed_tokens = min(num_present_tokens, request.num_tokens - 1)
             if num_confirmed_tokens == num_present_tokens:
                 self._drafting.discard(request_id)  # every step's output has arrived
-        if demand.num_tokens_after_step > request.num_tokens + request.num_output_placeholders:
-            self._drafting.add(request_id)
         return num_confirmed_tokens
 
+    def _note_drafts(self, request: Any, num_tokens_after_step: int) -> None:
+        """Note it if this step has drafts."""
+        if num_tokens_after_step > request.num_tokens + request.num_output_placeholders:
+            self._drafting.add(request.request_id)
+
     def _note_admission(self, request: Any) -> None:
-        num_hit_tokens = self._hits_to_report_tokens.pop(request.request_id, None)
-        if num_hit_tokens is not None:
+        lookup = self._lookups.pop(request.request_id, None)
+        if lookup is not None:
             for notify in self._observers.on_admit:
-                notify(request, num_hit_tokens)
+                notify(request, lookup.num_hit_tokens)
 
     def _note_refusal(self, request_id: str, plan: AllocationPlan, demand: SlotDemand) -> None:
         if request_id in self._quiet_limits_tokens:  # the windows may have moved
@@ -269,7 +359,7 @@ class CacheManager:
         """
         request_id = request.request_id
         self._quiet_limits_tokens.pop(request_id, None)
-        self._hits_to_report_tokens.pop(request_id, None)
+        self._lookups.pop(request_id, None)
         self._drafting.discard(request_id)
         self._coordinator.free(request_id)
 
@@ -304,11 +394,15 @@ class CacheManager:
 
     def get_blocks(self, request_id: str) -> KVCacheBlocks:
         """The blocks of a request; none for an unknown one."""
-        return self._answer(self._coordinator.block_ids(request_id))
+        tables = [group.tables.get(request_id) for group in self.groups]
+        if not any([table is not None and table.block_ids for table in tables]):
+            return self.empty_kv_cache_blocks
+        return HeldBlocks(self.pool, tables)
 
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
         """`block_ids[group][i]` of a request, copied."""
-        return tuple([*row] for row in self._coordinator.block_ids(request_id))
+        tables = [group.tables.get(request_id) for group in self.groups]
+        return tuple([table.block_ids.copy() if table is not None else [] for table in tables])
 
     def take_new_block_ids(self) -> list[int]:
         """Block ids handed out since the last call (the model runner zeroes them)."""
@@ -319,5 +413,5 @@ class CacheManager:
         self._refused_alone.clear()
         self._coordinator.new_step_starts()
 
-    def _answer(self, block_ids: tuple[list[int], ...]) -> KVCacheBlocks:
+    def _answer(self, block_ids: tuple[Sequence[int], ...]) -> KVCacheBlocks:
         return KVCacheBlocks.of_ids(self.pool, block_ids) if any(block_ids) else self.empty_kv_cache_blocks

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from vllm_kvplug.block_states import hash_and_group, num_holders
 from vllm_kvplug.observers import Observer
 
 if TYPE_CHECKING:
@@ -135,13 +136,13 @@ def describe_block(manager: CacheManager, block_id: int, story: BlockStory | Non
     pool = manager.pool
     if not 0 <= block_id < pool.num_blocks:
         return f"  block {block_id} is none of the pool's, 0 to {pool.num_blocks - 1}"
-    count = pool.reference_counts[block_id]
+    count = num_holders(pool, block_id)
     holders = _holders(manager, block_id)
-    is_free = any(free_id == block_id for free_id in pool.free_blocks)
-    block_hash = pool.block_hashes[block_id]
+    is_free = any(free_id == block_id for free_id in pool.free_block_ids())
+    cached_as = hash_and_group(pool, block_id)
     cached = "not cached"
-    if block_hash is not None:
-        cached = f"cached in group {pool.block_group_ids[block_id]} as {block_hash.hex()[:16]}"
+    if cached_as is not None:
+        cached = f"cached in group {cached_as[1]} as {cached_as[0].hex()[:16]}"
     lines = [
         f"  block {block_id} now: references {count}, held by {', '.join(holders) or 'nobody'}; "
         f"{'free' if is_free else 'not free'}; {cached}"

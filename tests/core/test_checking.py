@@ -10,6 +10,7 @@ import weakref
 
 import pytest
 
+from tests.core.pools import damage, isolate
 from tests.core.support import FakeRequest, make_hybrid_manager, run_decode, run_prefill
 from vllm_kvplug.checking import MAX_LOGGED_FINDINGS, CheckedCalls
 from vllm_kvplug.errors import CallError, SettingsError
@@ -33,12 +34,8 @@ def checks_of(manager: CacheManager) -> CheckedCalls:
     return manager.checks
 
 
-def damage(manager: CacheManager, block_id: int) -> None:
-    manager.pool.reference_counts[block_id] += 1
-
-
 def repair(manager: CacheManager, block_id: int) -> None:
-    manager.pool.reference_counts[block_id] -= 1
+    isolate(manager.pool, block_id).num_holders -= 1
 
 
 # Switched off
@@ -129,8 +126,8 @@ def test_others_of_the_same_check_are_numbered() -> None:
 
 def test_structures_that_cannot_be_read_are_a_finding() -> None:
     manager = make_checked("stop")
-    manager.pool.reference_counts.pop()
-    with pytest.raises(InvariantError, match=r"the check itself: expected to read all structures, found IndexError"):
+    manager.pool.held_runs = None  # type: ignore[assignment]
+    with pytest.raises(InvariantError, match=r"the check itself: expected to read all structures, found TypeError"):
         manager.new_step_starts()
 
 
@@ -170,7 +167,7 @@ def test_log_goes_on_and_logs_and_counts_each_finding_once(caplog: pytest.LogCap
 def test_log_stops_logging_and_goes_on_counting(caplog: pytest.LogCaptureFixture) -> None:
     manager = make_checked("log", num_blocks=31)
     for block_id in range(1, 31):
-        damage(manager, block_id)  # its references and its place in the free order
+        damage(manager, block_id)  # its references, and that it is in a run though it was never used
         manager.new_step_starts()
     assert checks_of(manager).num_findings == 2 * 30 + 1  # and the conservation
     assert len(caplog.records) == MAX_LOGGED_FINDINGS + 1
@@ -179,9 +176,9 @@ def test_log_stops_logging_and_goes_on_counting(caplog: pytest.LogCaptureFixture
 
 def test_log_survives_structures_that_cannot_be_read(caplog: pytest.LogCaptureFixture) -> None:
     manager = make_checked("log")
-    manager.pool.reference_counts.pop()
+    manager.pool.held_runs = None  # type: ignore[assignment]
     manager.new_step_starts()
-    assert "the check itself: expected to read all structures, found IndexError" in caplog.messages[0]
+    assert "the check itself: expected to read all structures, found TypeError" in caplog.messages[0]
 
 
 # The story
@@ -231,7 +228,7 @@ def test_hits_and_resets_are_part_of_the_story() -> None:
 def test_what_happens_outside_any_call_is_told_as_such() -> None:
     manager = make_checked("stop")
     run_prefill(manager, FakeRequest("a", list(range(8))))
-    manager.pool.release([1])
+    manager.pool.release([isolate(manager.pool, 1)])
     with pytest.raises(InvariantError, match="outside any call, after call 3: released"):
         manager.new_step_starts()
 

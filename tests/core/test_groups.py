@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.core.pools import cached_run, free_ids, loose_run
+from tests.core.pools import snapshot as pool_snapshot
 from tests.core.support import FakeRequest, run_decode
 from vllm_kvplug.allocation import Refusal
 from vllm_kvplug.block import KVCacheBlocks
@@ -79,11 +81,13 @@ def lookup(manager: CacheManager, num_tokens: int) -> tuple[list[list[int]], int
 def test_a_window_hits_where_its_blocks_are(cached: list[int], num_window_tokens: int, row: list[int]) -> None:
     manager = make(window(num_window_tokens))
     hashes = request("a", 21).block_hashes
-    manager.pool.take(5)
+    runs = []
     for position, is_cached in enumerate(cached):
         if is_cached:
-            manager.pool.cache(0, [position + 1], [hashes[position]])
-    manager.pool.release([5, 4, 3, 2, 1])
+            runs.append(cached_run(manager.pool, [hashes[position]], position))
+        else:
+            runs.append(loose_run(*manager.pool.take(1)))
+    manager.pool.release(runs[::-1])
     assert lookup(manager, 21) == ([row] if row else [[]], len(row) * 4)
 
 
@@ -97,7 +101,7 @@ def test_a_window_gives_back_what_it_has_left_behind_the_last_first() -> None:
         first_looked_at = max(a.num_tokens - 6, 0)
         row = manager.get_block_ids("a")[0]
         assert [block_id == 0 for block_id in row] == [(i + 1) * 4 <= first_looked_at for i in range(len(row))]
-    assert list(manager.pool.free_blocks)[-6:] == [2, 1, 3, 4, 5, 6]
+    assert free_ids(manager.pool)[-6:] == [2, 1, 3, 4, 5, 6]
 
 
 def test_a_window_is_released_even_where_the_answer_is_none() -> None:
@@ -317,9 +321,9 @@ def test_the_hit_of_any_mix_is_the_longest_there_is(use_eagle: bool) -> None:
         longest = request("text", 61)
         for number, group in enumerate(manager.groups):
             row = group.hashes_of(longest.block_hashes)
-            for block_hash in itertools.islice(row, len(row)):
+            for position, block_hash in enumerate(itertools.islice(row, len(row))):
                 if rng.random() < 0.8:
-                    manager.pool.cache(number, manager.pool.take(1), [block_hash])
+                    cached_run(manager.pool, [block_hash], position, number)
         for num_tokens in rng.sample(range(1, 62), 8):
             expected = oracle(manager, longest.block_hashes[: num_tokens // 4], num_tokens, use_eagle)
             assert lookup(manager, num_tokens)[1] == expected, f"seed {seed}, {num_tokens} tokens"
@@ -363,7 +367,7 @@ def test_a_request_that_holds_all_that_is_held_is_refused_alone() -> None:
 
 def snapshot(manager: CacheManager) -> Any:
     tables = [{name: list(table.block_ids) for name, table in group.tables.items()} for group in manager.groups]
-    return tables, list(manager.pool.free_blocks), list(manager.pool.reference_counts), list(manager.pool.block_hashes)
+    return tables, pool_snapshot(manager.pool)
 
 
 @pytest.mark.parametrize(

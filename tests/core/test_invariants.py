@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.core.pools import isolate
 from tests.core.support import FakeRequest, make_hybrid_manager, make_manager, run_prefill
+from vllm_kvplug.block_run import BlockRun
 from vllm_kvplug.errors import KVPlugError
 from vllm_kvplug.eviction.lru import LRUEviction
 from vllm_kvplug.geometry import AttentionKind, GroupGeometry, MambaMode
-from vllm_kvplug.invariants import MAX_FINDINGS_PER_CHECK, InvariantError, check_invariants, find_contradictions
+from vllm_kvplug.groups.table import BlockTable, Hold
+from vllm_kvplug.invariants import (
+    MAX_FINDINGS_PER_CHECK,
+    InvariantError,
+    check_invariants,
+    find_contradictions,
+    tell,
+)
 from vllm_kvplug.manager import CacheManager
 from vllm_kvplug.settings import Settings
 
@@ -19,8 +28,10 @@ WINDOW = GroupGeometry(AttentionKind.SLIDING_WINDOW, 4, window_tokens=6)
 SINK = GroupGeometry(AttentionKind.SINK, 4, num_sink_blocks=2)
 CROSS = GroupGeometry(AttentionKind.CROSS, 4)
 ALIGNED = GroupGeometry(AttentionKind.MAMBA, 4, mamba_mode=MambaMode.ALIGN, num_speculative_blocks=1)
+Z = b"z" * 32
 
-# Blocks as `filled` gives them out. Full attention: request a holds 1 2 3, b had 4 5 6 and is gone, 7 to 10 are unused.
+# Blocks as `filled` gives them out. Full attention: request a holds 1 2 3, of which 1 2 are a run and 3 is loose; b had
+# 4 5 6 and is gone, they are a free run, its last block not cached; 7 to 10 are unused.
 # Full and window: a holds 1 2 3 and [null] 5 6. Sinks: 1 and 2 are reserved, a holds 3 4 5.
 Damage = Callable[[CacheManager], object]
 
@@ -40,101 +51,264 @@ def filled(*groups: GroupGeometry, enable_caching: bool = True) -> CacheManager:
     return manager
 
 
-def table(manager: CacheManager, group_id: int = 0) -> object:
+def table(manager: CacheManager, group_id: int = 0) -> BlockTable:
     return manager.groups[group_id].tables["a"]
 
 
 def lru(manager: CacheManager) -> LRUEviction:
-    assert isinstance(manager.pool.free_blocks, LRUEviction)
-    return manager.pool.free_blocks
+    assert isinstance(manager.pool.policy, LRUEviction)
+    return manager.pool.policy
 
 
-def message_of(manager: CacheManager, damage: Damage) -> str:
-    damage(manager)
-    with pytest.raises(InvariantError) as caught:
-        check_invariants(manager)
-    return str(caught.value)
+def run_at(manager: CacheManager, block_id: int) -> BlockRun:
+    runs: Iterator[BlockRun] = iter((*manager.pool.held_runs, *manager.pool.free_runs()))
+    return next(run for run in runs if block_id in run.block_ids)
+
+
+def hash_of(manager: CacheManager, block_id: int) -> bytes:
+    run = run_at(manager, block_id)
+    block_hash = run.block_hashes[run.block_ids.index(block_id)]
+    assert block_hash is not None
+    return block_hash
+
+
+def forget_index_entry(manager: CacheManager, block_id: int) -> None:
+    manager.pool.indexes[0].remove_one(hash_of(manager, block_id), run_at(manager, block_id))
+
+
+def free_run(*block_ids: int) -> BlockRun:
+    return BlockRun(list(block_ids), 0, 0, 0)
 
 
 def put(row: list, position: int, value: object) -> None:
     row[position] = value
 
 
-def swap(row: list[int]) -> None:
-    row[0], row[-1] = row[-1], row[0]
+def bump(owner: object, name: str, by: int = 1) -> None:
+    setattr(owner, name, getattr(owner, name) + by)
 
 
-POOL_DAMAGES = {
-    "reference lost": (lambda m: put(m.pool.reference_counts, 2, 2), "block 2: references: expected 1, found 2"),
-    "negative references": (lambda m: put(m.pool.reference_counts, 5, -1), "block 5: references: expected 0, found -1"),
-    "held block freed": (
-        lambda m: lru(m).push([2]),
-        "block 2: free: expected not, with 1 references, found it in the free order",
+def remember_wrong_places(manager: CacheManager) -> None:
+    manager.pool._places = {**manager.pool.places(), 3: (run_at(manager, 1), 0)}
+
+
+def let_hashes_be_equal(manager: CacheManager) -> None:
+    forget_index_entry(manager, 2)
+    put(run_at(manager, 1).block_hashes, 1, hash_of(manager, 1))
+
+
+def add_hash_beyond_the_blocks(manager: CacheManager) -> None:
+    run_at(manager, 1).block_hashes.append(Z)
+    manager.pool.indexes[0].insert([Z], run_at(manager, 1))
+
+
+def make_a_hole_in_an_intact_run(manager: CacheManager) -> None:
+    forget_index_entry(manager, 1)
+    put(run_at(manager, 1).block_hashes, 0, None)
+
+
+def let_a_worthless_run_keep_its_hashes(manager: CacheManager) -> None:
+    run = run_at(manager, 5)
+    lru(manager).remove(run)
+    manager.pool._worthless.append(run)
+
+
+def share_the_last_block(manager: CacheManager) -> None:
+    other = manager.groups[0].tables["other"] = BlockTable()
+    other.block_ids.append(3)
+
+
+A_RUN = "block 1 and 1 more, a run: "
+B_RUN = "block 4 and 2 more, a run: "
+POOL_DAMAGES: dict[str, tuple[Damage, str]] = {
+    "reference too many": (lambda m: bump(run_at(m, 1), "num_holders"), A_RUN + "references: expected 1, found 2"),
+    "negative references": (
+        lambda m: setattr(run_at(m, 5), "num_holders", -1),
+        B_RUN + "references: expected 0, found -1",
     ),
-    "free block lost": (lambda m: lru(m).remove(5), "block 5: free or held: expected one of them, found neither"),
-    "freed twice": (lambda m: lru(m).push([5]), "block 5: places in the order of free blocks: expected 1, found 2"),
+    "of a run's blocks one counts another": (
+        lambda m: bump(isolate(m.pool, 2), "num_holders"),
+        "block 2: references: expected 1, found 2",
+    ),
+    "held run freed": (
+        lambda m: lru(m).push([run_at(m, 1)]),
+        A_RUN + "free: expected not, with 1 references, found it in the free order",
+    ),
+    "run that nobody holds among the held": (
+        lambda m: m.pool.held_runs.update({free_run(9): None}),
+        "block 9: held: expected not, with 0 references, found it among the held runs",
+    ),
+    "run without blocks": (
+        lambda m: m.pool.held_runs.update({free_run(): None}),
+        "0 cached, 0 holders): blocks of a run: expected at least one, found none",
+    ),
+    "free run lost": (
+        lambda m: lru(m).remove(run_at(m, 5)),
+        "block 5: free or held: expected one of them, found neither",
+    ),
+    "freed twice": (
+        lambda m: lru(m).push([run_at(m, 5)]),
+        B_RUN + "places in the order of free blocks: expected 1, found 2",
+    ),
     "null block freed": (
-        lambda m: lru(m).push([0]),
+        lambda m: lru(m).push([free_run(0)]),
         "null block 0: in the order of free blocks: expected never, found it there",
     ),
+    "null block held": (
+        lambda m: run_at(m, 1).block_ids.append(0),
+        "null block 0: in a held run: expected never, found it there",
+    ),
     "foreign block freed": (
-        lambda m: lru(m).push([77]),
+        lambda m: lru(m).push([free_run(77)]),
         "foreign block 77: in the order of free blocks: expected never, found it there",
     ),
-    "null block cached": (
-        lambda m: put(m.pool.block_hashes, 0, b"z" * 32),
-        "null block 0: hash: expected None, found ",
+    "block in two runs": (
+        lambda m: run_at(m, 1).block_ids.append(5),
+        "block 5: runs that it is in, unused blocks being one: expected 1, found 2",
+    ),
+    "block twice in a run": (
+        lambda m: run_at(m, 5).block_ids.append(5),
+        "block 5: runs that it is in, unused blocks being one: expected 1, found 2",
+    ),
+    "unused block freed": (
+        lambda m: lru(m).push([free_run(9)]),
+        "block 9: runs that it is in, unused blocks being one: expected 1, found 2",
+    ),
+    "unused lost": (
+        lambda m: bump(m.pool, "_next_unused"),
+        "block 7: free or held: expected one of them, found neither",
+    ),
+    "unused that was used": (
+        lambda m: bump(m.pool, "_next_unused", -1),
+        "block 6: runs that it is in, unused blocks being one: expected 1, found 2",
+    ),
+    "loose block in a run": (
+        lambda m: run_at(m, 5).block_ids.append(3),
+        "block 3: a table's own, so in no run: expected none, found BlockRun(4 blocks",
+    ),
+    "loose block unused": (
+        lambda m: bump(m.pool, "_next_unused", -4),
+        "block 3: a table's own, so in no run: expected none, found it among the unused blocks",
+    ),
+    "loose block of two": (
+        share_the_last_block,
+        "block 3: tables that have it as their own: expected 1, found 2",
+    ),
+    "wrong places remembered": (remember_wrong_places, "block 3: remembered place: expected None, found (BlockRun("),
+    "worthless and cached": (
+        let_a_worthless_run_keep_its_hashes,
+        B_RUN + "hashes of a worthless run: expected none, found 2",
     ),
     "hash forgotten": (
-        lambda m: put(m.pool.block_hashes, 1, None),
-        "block 1: group and hash, as indexed: expected group 0, hash ",
+        lambda m: run_at(m, 1).block_hashes.pop(),
+        A_RUN + "group and hash, as indexed: expected group 0, hash ",
     ),
-    "hash changed": (
-        lambda m: put(m.pool.block_hashes, 1, b"z" * 32),
-        "found group 0, hash 7a7a7a7a7a7a7a7a",
-    ),
+    "hash changed": (lambda m: put(run_at(m, 1).block_hashes, 0, Z), "found group 0, hash 7a7a7a7a7a7a7a7a, hash "),
+    "group changed": (lambda m: setattr(run_at(m, 1), "group_id", 3), A_RUN + "group: expected 0 to 0, found 3"),
     "index entry lost": (
-        lambda m: m.pool.indexes[0].remove(m.pool.block_hashes[1], 1),
+        lambda m: forget_index_entry(m, 1),
         "block 1: cached: expected in the index of group 0 under hash ",
     ),
-    "index knows a block twice": (
-        lambda m: m.pool.indexes[0].insert(b"z" * 32, 1),
-        "block 1: places in the prefix index: expected 1, found more",
+    "index answers for more than a run has": (
+        lambda m: m.pool.indexes[0].insert([Z], run_at(m, 1)),
+        A_RUN + "group and hash, as indexed: expected group 0, hash 7a7a7a7a7a7a7a7a, found group 0, hash ",
+    ),
+    "index has a run that is gone": (
+        lambda m: m.pool.indexes[0].insert([Z], free_run(7)),
+        "group 0, hash 7a7a7a7a7a7a7a7a: its run in the prefix index: expected one that is held or free, "
+        "found BlockRun(",
     ),
     "duplicate of itself": (
-        lambda m: m.pool.indexes[0]._duplicates.update({m.pool.block_hashes[1]: {1: None}}),
-        "block 1: places in the prefix index: expected 1, found more",
+        lambda m: m.pool.indexes[0]._duplicates.update({hash_of(m, 1): {run_at(m, 1): None}}),
+        ": runs in the prefix index: expected an answering one and others, found BlockRun(2 blocks",
     ),
     "duplicate of nothing": (
-        lambda m: m.pool.indexes[0]._duplicates.update({b"z" * 32: {7: None}}),
-        "group 0, hash 7a7a7a7a7a7a7a7a: blocks in the prefix index: expected an answering one and others, "
-        "found None and [7]",
+        lambda m: m.pool.indexes[0]._duplicates.update({Z: {run_at(m, 5): None}}),
+        "group 0, hash 7a7a7a7a7a7a7a7a: runs in the prefix index: expected an answering one and others, "
+        "found None and [BlockRun(",
     ),
-    "index has a foreign block": (
-        lambda m: m.pool.indexes[0].insert(b"z" * 32, 77),
-        "group 0: block ids in its prefix index: expected the pool's, found 77",
+    "more hashes than blocks": (add_hash_beyond_the_blocks, A_RUN + "its hashes: expected at most 2, found 3"),
+    "hash twice in a run": (
+        let_hashes_be_equal,
+        A_RUN + "hashes of the run: expected each once, found 2, of them 1 different",
     ),
-}
-TABLE_DAMAGES = {
+    "intact with a hole": (
+        make_a_hole_in_an_intact_run,
+        "block 1: hash in an intact run: expected one, found none",
+    ),
+}  # fmt: skip
+TABLE_DAMAGES: dict[str, tuple[Damage, str]] = {
     "foreign block in a table": (
         lambda m: put(table(m).block_ids, 2, 77),
         "request 'a', group 0: block ids in its table: expected 1 to 10, or the null block, found 77",
     ),
     "block twice in a table": (
-        lambda m: (put(table(m).block_ids, 2, 1), put(m.pool.reference_counts, 1, 2), release(m, 3)),
+        lambda m: put(table(m).block_ids, 2, 1),
         "request 'a', group 0: positions of block 1: expected 1, found 2",
     ),
     "too many cached": (
         lambda m: setattr(table(m), "num_cached_blocks", 7),
         "request 'a', group 0: cached blocks: expected at most 3, found 7",
     ),
+    "more cached than in holds": (
+        lambda m: setattr(table(m), "num_cached_blocks", 3),
+        "group 0, position 2: block 3, counted as cached: expected it in a hold, found it the table's own",
+    ),
     "too few cached": (
         lambda m: setattr(table(m), "num_cached_blocks", 1),
         "group 0, position 1: block 2 in the prefix cache: expected only before position 1, found it there",
     ),
+    "fewer cached than in holds": (
+        lambda m: setattr(table(m), "num_cached_blocks", 1),
+        "group 0, hold of 2 blocks from position 0: its end: expected at most 1, as cached, found 2",
+    ),
     "published after a failed load": (
         lambda m: setattr(table(m), "first_unpublished", 1),
         "group 0, position 1: block 2 in the prefix cache: expected only before position 1, found it there",
+    ),
+    "hold lost": (
+        lambda m: table(m).holds.clear(),
+        "group 0, position 0: block 1, counted as cached: expected it in a hold, found it the table's own",
+    ),
+    "hold too short": (
+        lambda m: setattr(table(m).holds[0], "num_blocks", 1),
+        "group 0, hold of 1 blocks from position 0: blocks of its runs: expected 1, found 2",
+    ),
+    "hold too long": (
+        lambda m: setattr(table(m).holds[0], "num_blocks", 3),
+        "group 0, hold of 3 blocks from position 0: blocks of its runs: expected 3, found 2",
+    ),
+    "rest of a split run lost": (
+        lambda m: (m.pool.split(run_at(m, 1), 1), setattr(run_at(m, 1), "rest", None)),
+        "group 0, hold of 2 blocks from position 0: blocks of its runs: expected 2, found 1",
+    ),
+    "hold elsewhere": (
+        lambda m: setattr(table(m).holds[0], "position", 1),
+        "group 0, position 1: blocks of its hold: expected [2, 3], found [1, 2]",
+    ),
+    "two holds of a position": (
+        lambda m: table(m).holds.append(Hold(1, run_at(m, 5), 1)),
+        "group 0, hold of 1 blocks from position 1: where it begins: expected 2 or later, found 1",
+    ),
+    "hold of nothing": (
+        lambda m: table(m).holds.append(Hold(2, run_at(m, 5), 0)),
+        "group 0, hold of 0 blocks from position 2: where it begins: expected 2 or later, found 2",
+    ),
+    "hold of a run that is none of the pool's": (
+        lambda m: setattr(table(m).holds[0], "run", BlockRun([1, 2], 0, 0, 1)),
+        "group 0, position 0: its run: expected one of the pool's held ones, found BlockRun(2 blocks",
+    ),
+    "blocks in another order than in the run": (
+        lambda m: table(m).block_ids.__setitem__(slice(2), [2, 1]),
+        "group 0, position 0: blocks of its hold: expected [2, 1], found [1, 2]",
+    ),
+    "run from another position": (
+        lambda m: setattr(run_at(m, 1), "first_position", 5),
+        "group 0, position 0: where its run begins: expected 0, found 5",
+    ),
+    "null block in a hold": (
+        lambda m: put(table(m).block_ids, 0, 0),
+        "group 0, position 0: null block: expected in no hold, found it in one",
     ),
     "leading nulls that are none": (
         lambda m: setattr(table(m), "num_leading_nulls", 1),
@@ -145,7 +319,7 @@ TABLE_DAMAGES = {
         "request 'a', group 0: leading null blocks: expected 0 to 3, found 4",
     ),
     "full attention with a null block": (
-        lambda m: (put(table(m).block_ids, 2, 0), release(m, 3)),
+        lambda m: put(table(m).block_ids, 2, 0),
         "request 'a', group 0: null blocks in a table of full attention: expected 0, found 1",
     ),
     "shortcut too wide": (
@@ -157,57 +331,46 @@ TABLE_DAMAGES = {
         "request 'ghost': a block table in each group, as the decode shortcut takes it: expected one, "
         "found none in groups [0]",
     ),
-}
-LRU_DAMAGES = {
-    "freed miscounted": (lambda m: bump(lru(m), "_num_freed"), "lru: freed blocks: expected 3 by its entries, found 4"),
-    "unused lost": (
-        lambda m: bump(lru(m), "_next_unused"),
-        "block 7: free or held: expected one of them, found neither",
-    ),
-    "stale without an entry": (
-        lambda m: lru(m)._num_stale.update({8: 1}),
-        "lru: block 8: stale entries: expected 1 to its 0 entries, found 1",
-    ),
-    "stale count of none": (
-        lambda m: lru(m)._num_stale.update({5: 0}),
-        "lru: block 5: stale entries: expected 1 to its 1 entries, found 0",
-    ),
-    "worthless and free": (
-        lambda m: lru(m).push_first([5]),
-        "lru: worthless block 5: expected 1 place, found 2",
-    ),
-    "freed before it was used": (
-        lambda m: lru(m).push([9]),
-        "lru: block 9 among the freed: expected an id from 1 to 6, once used, found it",
-    ),
-    "two fresh entries": (
-        lambda m: lru(m).push([5]),
-        "lru: block 5: entries that are not stale: expected at most 1, found 2",
-    ),
+}  # fmt: skip
+NUMBER_DAMAGES: dict[str, tuple[Damage, str]] = {
     "unused beyond the pool": (
-        lambda m: setattr(lru(m), "_next_unused", 12),
-        "lru: first unused block: expected 1 to 11, found 12",
+        lambda m: setattr(m.pool, "_next_unused", 12),
+        "first unused block: expected 1 to 11, found 12",
+    ),
+    "empty places miscounted": (
+        lambda m: bump(lru(m), "_num_empty"),
+        "lru: empty places: expected 0, found 1 counted",
+    ),
+    "place forgotten": (
+        lambda m: setattr(run_at(m, 5), "place", []),
+        "lru: BlockRun(3 blocks from position 0 of group 0, 2 cached, 0 holders): expected it to know its place, "
+        "found another",
     ),
 }
 
 
-def bump(owner: object, name: str) -> None:
-    setattr(owner, name, getattr(owner, name) + 1)
-
-
-def release(manager: CacheManager, block_id: int) -> None:
-    """So that nothing but the table is wrong."""
-    manager.pool.release([block_id])
+def finding_of(manager: CacheManager, damage: Damage, expected: str) -> list[str]:
+    """The finding that says so, in lines; and no check passes."""
+    damage(manager)
+    findings = list(find_contradictions(manager))
+    matching = [finding for finding in findings if expected in finding.message]
+    assert matching, "\n".join(finding.message for finding in findings)
+    with pytest.raises(InvariantError) as caught:
+        check_invariants(manager)
+    assert str(caught.value).splitlines()[0] == findings[0].message
+    checks = manager.checks
+    return tell(manager, matching[0], None if checks is None else checks.story).splitlines()
 
 
 @pytest.mark.parametrize("name", POOL_DAMAGES)
 def test_damage_to_the_pool_is_found_and_the_block_tells_its_story(name: str) -> None:
     damage, expected = POOL_DAMAGES[name]
-    message = message_of(filled(FULL), damage)
-    first_line, *story = message.splitlines()
-    assert expected in first_line
+    first_line, *story = finding_of(filled(FULL), damage, expected)
+    if name in {"run without blocks", "duplicate of itself", "duplicate of nothing"}:
+        assert story == [], "there is no one block that it is about"
+        return
     block_id = int(story[0].split()[1])
-    assert f"block {block_id}" in first_line or f"found {block_id}" in first_line or f"[{block_id}]" in first_line
+    assert f"block {block_id}" in first_line or "its run in the prefix index" in first_line
     if block_id in {1, 2}:
         assert "held by request 'a' (group 0, position " in story[0]
         assert story[1:] == [
@@ -216,7 +379,7 @@ def test_damage_to_the_pool_is_found_and_the_block_tells_its_story(name: str) ->
             "    call 2, allocate_slots of request 'a': taken",
             "    call 2, allocate_slots of request 'a': cached in group 0",
         ]
-    elif block_id == 5:
+    elif block_id in {4, 5}:
         assert "held by nobody; " in story[0]
         assert story[1:] == [
             "  last owners, oldest first: request 'b' (call 5)",
@@ -230,66 +393,98 @@ def test_damage_to_the_pool_is_found_and_the_block_tells_its_story(name: str) ->
 @pytest.mark.parametrize("name", TABLE_DAMAGES)
 def test_damage_to_a_table_is_found(name: str) -> None:
     damage, expected = TABLE_DAMAGES[name]
-    message = message_of(filled(FULL), damage)
-    first_line, *story = message.splitlines()
-    assert expected in first_line
+    _, *story = finding_of(filled(FULL), damage, expected)
     owner = "ghost" if "ghost" in expected else "a"
     assert any(line.startswith(f"  request '{owner}' now, group 0: ") for line in story)
 
 
-@pytest.mark.parametrize("name", LRU_DAMAGES)
-def test_damage_to_the_policy_is_found(name: str) -> None:
-    damage, expected = LRU_DAMAGES[name]
-    manager = filled(FULL)
-    damage(manager)
-    messages = [finding.message for finding in find_contradictions(manager)]
-    assert expected in messages
+@pytest.mark.parametrize("name", NUMBER_DAMAGES)
+def test_damage_to_numbers_and_to_the_policy_is_found(name: str) -> None:
+    damage, expected = NUMBER_DAMAGES[name]
+    assert finding_of(filled(FULL), damage, expected)[0] == expected
 
 
 def test_free_and_held_are_all_usable_blocks() -> None:
     manager = filled(FULL)
-    lru(manager)._num_freed += 2
+    manager.pool.num_free_blocks += 2
     messages = [finding.message for finding in find_contradictions(manager)]
     assert messages == [
         "free blocks: length of the order: expected 7, found 9",
         "conservation: free and held blocks: expected 10, 11 less 1 reserved, found 12, 9 and 3",
-        "lru: freed blocks: expected 3 by its entries, found 5",
     ]
 
 
-def share_a_block(manager: CacheManager) -> None:
-    """The fault F1: what one group was handed is what the other has hit."""
-    put(table(manager, 1).block_ids, 2, 3)
-    manager.pool.reference_counts[3] = 2
-    release(manager, 6)
+def test_a_run_in_which_another_answers_is_not_intact() -> None:
+    manager = make_manager()
+    for request_id in "ab":
+        run_prefill(manager, FakeRequest(request_id, list(range(9)), skip_reading_prefix_cache=True))
+    check_invariants(manager)
+    run_at(manager, 5).is_intact = True
+    expected = f"of an intact run: expected this run, found {run_at(manager, 1)!r}"
+    assert [message.rpartition(f" {'hash'} ")[2].partition(" ")[2] for message in messages_of(manager)] == [
+        expected
+    ] * 2
+
+
+def test_what_several_hold_counts_each_of_them() -> None:
+    manager = make_manager(20)
+    for request_id, num_tokens in (("a", 17), ("b", 13), ("c", 9)):
+        run_prefill(manager, FakeRequest(request_id, list(range(num_tokens))))
+    check_invariants(manager)
+    run_at(manager, 1).num_holders = 2
+    run_at(manager, 3).num_holders = 3
+    assert messages_of(manager) == [
+        "block 1 and 1 more, a run: references: expected 3, found 2",
+        "block 3: references: expected 2, found 3",
+    ]
+
+
+def messages_of(manager: CacheManager) -> list[str]:
+    return [finding.message for finding in find_contradictions(manager)]
 
 
 @pytest.mark.parametrize(
     ("groups", "damage", "expected"),
     [
-        ((FULL, WINDOW), share_a_block, "block 3: groups whose tables have it: expected one, found groups 0 and 1"),
+        (  # the fault F1: what one group was handed is what the other has hit
+            (FULL, WINDOW),
+            lambda m: put(table(m, 1).block_ids, 2, 3),
+            "block 3: groups whose tables have it: expected one, found groups 0 and 1",
+        ),
         (
             (FULL, WINDOW),
-            lambda m: (setattr(table(m, 1), "num_leading_nulls", 0), swap(table(m, 1).block_ids)),
+            lambda m: table(m, 1).block_ids.reverse(),
             "request 'a', group 1: null blocks: expected before all others, found block 6 before one",
         ),
         (
             (FULL, WINDOW),
-            lambda m: put(m.pool.block_group_ids, 1, 1),
-            "block 1: group and hash, as indexed: expected group 0, hash ",
+            lambda m: setattr(run_at(m, 1), "group_id", 1),
+            "block 1 and 1 more, a run: group and hash, as indexed: expected group 0, hash ",
         ),
         (
             (FULL, WINDOW),
             lambda m: setattr(table(m, 1), "first_unpublished", 1),
             "request 'a', group 1, position 1: block 5 in the prefix cache: expected only before position 1",
         ),
-        ((SINK,), lambda m: lru(m).push([2]), "reserved block 2: in the order of free blocks: expected never"),
-        ((SINK,), lambda m: put(m.pool.reference_counts, 1, 1), "reserved block 1: references: expected 0, found 1"),
-        ((SINK,), lambda m: put(m.pool.block_hashes, 1, b"z" * 32), "reserved block 1: hash: expected None, found "),
+        (
+            (SINK,),
+            lambda m: lru(m).push([free_run(2)]),
+            "reserved block 2: in the order of free blocks: expected never, found it there",
+        ),
+        (
+            (SINK,),
+            lambda m: m.pool.held_runs.update({BlockRun([1], 0, 0, 1): None}),
+            "reserved block 1: in a held run: expected never, found it there",
+        ),
         (
             (SINK,),
             lambda m: put(table(m).block_ids, 0, 1),
             "request 'a', group 0: block ids in its table: expected 3 to 10, or the null block, found 1",
+        ),
+        (
+            (SINK,),
+            lambda m: setattr(m.pool, "_next_unused", 2),
+            "first unused block: expected 3 to 11, found 2",
         ),
         (
             (FULL, ALIGNED),
@@ -298,7 +493,7 @@ def share_a_block(manager: CacheManager) -> None:
         ),
         (
             (FULL, ALIGNED),
-            lambda m: (release(m, table(m, 1).block_ids[3]), put(table(m, 1).block_ids, 3, 0)),
+            lambda m: put(table(m, 1).block_ids, 3, 0),
             "group 1: the last 2 positions, which hold the running states: expected no null block, found [",
         ),
     ],
@@ -306,19 +501,20 @@ def share_a_block(manager: CacheManager) -> None:
 def test_damage_to_other_kinds_of_attention_is_found(
     groups: tuple[GroupGeometry, ...], damage: Damage, expected: str
 ) -> None:
-    assert expected in message_of(filled(*groups), damage).splitlines()[0]
+    finding_of(filled(*groups), damage, expected)
 
 
 def test_a_block_cached_by_another_group_than_holds_it() -> None:
     manager = filled(FULL, WINDOW)
-    pool, block_hash = manager.pool, manager.pool.block_hashes[1]
-    assert block_hash is not None
-    pool.uncache([1])
-    pool.cache(1, [1], [b"z" * 32])
+    run = isolate(manager.pool, 1)
+    manager.pool.uncache(run, 0, 1)
+    run.group_id = 1
+    run.block_hashes.append(Z)
+    manager.pool.indexes[1].insert([Z], run)
     expected = (
         "request 'a', group 0, position 0: block 1 in the prefix cache: expected as group 0's, found it as group 1's"
     )
-    assert [finding.message for finding in find_contradictions(manager)] == [expected]
+    assert messages_of(manager) == [expected]
 
 
 def test_cross_attention_and_caching_switched_off() -> None:
@@ -326,38 +522,36 @@ def test_cross_attention_and_caching_switched_off() -> None:
     request = FakeRequest("a", list(range(9)))
     manager.allocate_slots(request, 9, num_encoder_tokens=7)
     check_invariants(manager)
-    manager.pool.cache(0, [1], [b"z" * 32])
-    messages = [finding.message for finding in find_contradictions(manager)]
-    assert messages[0] == "block 1: hash, prefix caching being off: expected None, found hash 7a7a7a7a7a7a7a7a"
-    manager.pool.uncache([1])
-    lost = table(manager, 1).block_ids
-    release(manager, lost[0])
-    lost[0] = 0
-    assert "request 'a', group 1: null blocks in a table of cross attention: expected 0, found 1" in message_of(
-        manager, lambda _: None
+    run = manager.pool.cache(0, 0, [1], [Z])
+    expected = "block 1: hash, prefix caching being off: expected None, found hash 7a7a7a7a7a7a7a7a"
+    assert expected in messages_of(manager)
+    manager.pool.uncache(run, 0, 1)
+    del manager.pool.held_runs[run]
+    manager.pool._places = None
+    check_invariants(manager)
+    put(table(manager, 1).block_ids, 0, 0)
+    assert "request 'a', group 1: null blocks in a table of cross attention: expected 0, found 1" in messages_of(
+        manager
     )
 
 
 def test_without_the_setting_the_state_is_told_and_that_there_is_no_story() -> None:
     manager = make_manager()
     run_prefill(manager, FakeRequest("a", list(range(9))))
-    message = message_of(manager, lambda m: put(m.pool.reference_counts, 3, 4))
-    assert message.splitlines() == [
-        "block 3: references: expected 1, found 4",
-        "  block 3 now: references 4, held by request 'a' (group 0, position 2); not free; not cached",
+    isolate(manager.pool, 2).num_holders = 4
+    with pytest.raises(InvariantError) as caught:
+        check_invariants(manager)
+    assert str(caught.value).splitlines() == [
+        "block 2: references: expected 1, found 4",
+        "  block 2 now: references 4, held by request 'a' (group 0, position 1); not free; "
+        f"cached in group 0 as {hash_of(manager, 2).hex()[:16]}",
         "  its events were not recorded: setting check_invariants is off",
     ]
 
 
-def test_the_null_block_may_count_what_it_likes() -> None:
-    manager = filled(FULL)
-    manager.pool.reference_counts[0] = -24
-    check_invariants(manager)
-
-
 def test_one_fault_that_touches_everything_is_told_in_part() -> None:
     manager = make_manager(500)
-    manager.pool.reference_counts[1:] = [1] * 499
+    manager.pool.held_runs.update({BlockRun([block_id], 0, 0, 1): None for block_id in range(1, 500)})
     assert len(list(find_contradictions(manager))) == MAX_FINDINGS_PER_CHECK
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.core.pools import snapshot as pool_snapshot
 from tests.core.support import FakeRequest, make_manager, run_decode, run_prefill
 from vllm_kvplug.block import KVCacheBlocks
 from vllm_kvplug.errors import CallError
@@ -15,12 +16,11 @@ from vllm_kvplug.observers import Observer
 
 
 def snapshot(manager: CacheManager) -> Any:
-    pool = manager.pool
     tables = {
         request_id: (list(table.block_ids), table.num_cached_blocks, table.is_admitted)
         for request_id, table in manager.groups[0].tables.items()
     }
-    return tables, list(pool.free_blocks), list(pool.reference_counts), list(pool.block_hashes)
+    return tables, pool_snapshot(manager.pool)
 
 
 def test_a_lookup_leaves_the_last_token_to_compute_and_changes_nothing() -> None:
@@ -96,11 +96,12 @@ def test_a_decode_step_inside_its_block_gets_the_shared_empty_answer() -> None:
 def test_without_caching_the_decode_shortcut_serves_up_to_the_last_slot() -> None:
     manager = make_manager(enable_caching=False)
     request = prefilled(manager, "a", list(range(9)))
-    manager._coordinator = None  # whatever still walks the whole path fails now
+    table = manager.groups[0].tables.pop("a")  # whatever looks at more than the shortcut's limit misses it
     for token in (50, 51, 52):
         assert run_decode(manager, request, token) is manager.empty_kv_cache_blocks
-    with pytest.raises(AttributeError):
-        run_decode(manager, request, 53)
+    assert manager.groups[0].tables == {}
+    manager.groups[0].tables["a"] = table
+    assert run_decode(manager, request, 53).get_block_ids() == ([4],)
 
 
 def test_lookahead_slots_are_taken_and_not_cached() -> None:

@@ -5,7 +5,9 @@ The document numbers blocks from 0; here, as in vLLM's code, block 0 is the null
 
 from __future__ import annotations
 
+from tests.core.pools import free_ids
 from tests.core.support import FakeRequest, make_manager, run_decode, run_prefill
+from vllm_kvplug.block_states import num_holders
 from vllm_kvplug.invariants import check_invariants
 
 
@@ -32,16 +34,16 @@ def test_worked_example() -> None:
     request_1 = FakeRequest("1", [*range(10), 90, 91, 92, 93])
     num_hit_tokens, block_ids = run_prefill(manager, request_1)
     assert (num_hit_tokens, as_in_the_document(block_ids)) == (8, [0, 1, 5, 6])
-    assert [manager.pool.reference_counts[block_id] for block_id in block_ids] == [2, 2, 1, 1]
+    assert [num_holders(manager.pool, block_id) for block_id in block_ids] == [2, 2, 1, 1]
 
     # Both are freed, the last block of each first; what they share goes when the second lets go.
     manager.free(request_0)
     manager.free(request_1)
-    assert as_in_the_document(list(manager.pool.free_blocks)) == [7, 8, 9, 4, 3, 2, 6, 5, 1, 0]
+    assert as_in_the_document(free_ids(manager.pool)) == [7, 8, 9, 4, 3, 2, 6, 5, 1, 0]
 
     # 29 tokens, of which 12 are request 0's: three blocks are hit, five are new.
     request_2 = FakeRequest("2", [*range(12), *range(200, 217)])
     num_hit_tokens, block_ids = run_prefill(manager, request_2)
     assert (num_hit_tokens, as_in_the_document(block_ids)) == (12, [0, 1, 2, 7, 8, 9, 4, 3])
-    assert as_in_the_document(list(manager.pool.free_blocks)) == [6, 5]
+    assert as_in_the_document(free_ids(manager.pool)) == [6, 5]
     check_invariants(manager)

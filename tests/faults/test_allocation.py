@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from tests.core.pools import free_ids
+from tests.core.pools import snapshot as pool_snapshot
 from tests.faults.support import FULL, check, mamba, on_both, ours, prompt, request, run, sliding_window, upstream
 from vllm_kvplug.errors import BlockError
+from vllm_kvplug.vllm_glue.upstream_views import KVCacheBlock
 
 # F1: external tokens of one group must not be given blocks that a later group's lookup has just hit.
 
@@ -64,9 +67,9 @@ def test_f1_neighbour_hits_that_would_be_overrun_refuse_and_change_nothing() -> 
     manager.free(first)
     second = request("b", prompt(128))
     hits, num_hit_tokens = manager.get_computed_blocks(second)
-    before = list(manager.pool.free_blocks)
+    before = pool_snapshot(manager.pool)
     assert manager.allocate_slots(second, 1, num_hit_tokens, hits, num_external_computed_tokens=16) is None
-    assert list(manager.pool.free_blocks) == before
+    assert pool_snapshot(manager.pool) == before
     check(manager)
 
 
@@ -210,11 +213,22 @@ def test_f11_42571_a_block_named_twice_while_held_twice_is_freed_once() -> None:
     theirs.free_blocks([block, block])
     assert theirs.get_num_free_blocks() == 5  # of four
 
-    pool = ours([FULL], 5).pool
-    pool.acquire(pool.take(1))
-    pool.release([1, 1])
-    assert pool.num_free_blocks == 4
-    assert sorted(pool.free_blocks) == [1, 2, 3, 4]
+    manager = ours([FULL], 5)
+    (block,) = manager.block_pool.get_new_blocks(1)
+    manager.block_pool.touch([block])
+    assert block.ref_cnt == 2
+    manager.block_pool.free_blocks([block, block])
+    assert manager.pool.num_free_blocks == 4
+    assert sorted(free_ids(manager.pool)) == [1, 2, 3, 4]
+    check(manager)
+
+    # The same where a run of blocks is what is held twice.
+    pool = manager.pool
+    run_of_two = pool.cache(0, 0, pool.take(2), [b"a", b"b"])
+    pool.acquire(run_of_two, 0, 2)
+    pool.release([run_of_two, run_of_two])
+    assert (pool.num_free_blocks, len(free_ids(pool))) == (4, 4)
+    check(manager)
 
 
 def test_f12_vllm_ascend_14301_a_block_freed_twice_is_an_error_and_nothing_changes() -> None:
@@ -225,28 +239,35 @@ def test_f12_vllm_ascend_14301_a_block_freed_twice_is_an_error_and_nothing_chang
     assert blocks[0].ref_cnt == -1
 
     manager = ours([FULL], 5)
-    (block_id,) = manager.pool.take(1)
-    manager.pool.release([block_id])
-    before = (list(manager.pool.free_blocks), list(manager.pool.reference_counts))
-    with pytest.raises(BlockError, match=f"cannot free block {block_id}"):
-        manager.pool.release([block_id])
-    assert (list(manager.pool.free_blocks), list(manager.pool.reference_counts)) == before
+    our_blocks = manager.block_pool.get_new_blocks(1)
+    manager.block_pool.free_blocks(our_blocks)
+    before = pool_snapshot(manager.pool)
+    with pytest.raises(BlockError, match=f"cannot free block {our_blocks[0].block_id}: expected it held"):
+        manager.block_pool.free_blocks(our_blocks)
+    assert pool_snapshot(manager.pool) == before
+
+    run_of_two = manager.pool.cache(0, 0, manager.pool.take(2), [b"a", b"b"])
+    manager.pool.release([run_of_two])
+    before = pool_snapshot(manager.pool)
+    with pytest.raises(BlockError, match=r"cannot free BlockRun.*nobody holds"):
+        manager.pool.release([run_of_two])
+    assert pool_snapshot(manager.pool) == before
 
 
 @pytest.mark.parametrize("foreign", [-1, 5, 1000])
 def test_f12_neighbours_a_foreign_block_and_an_error_half_way_change_nothing(foreign: int) -> None:
-    pool = ours([FULL], 5).pool
-    held = pool.take(2)
-    before = (list(pool.free_blocks), list(pool.reference_counts))
-    with pytest.raises(BlockError, match=f"cannot free block {foreign}"):
-        pool.release([*held, foreign])
-    assert (list(pool.free_blocks), list(pool.reference_counts)) == before
+    manager = ours([FULL], 5)
+    held = manager.block_pool.get_new_blocks(2)
+    before = pool_snapshot(manager.pool)
+    with pytest.raises(BlockError, match=f"cannot free block {foreign}: expected one of this pool, 1 to 4"):
+        manager.block_pool.free_blocks([*held, KVCacheBlock(foreign)])
+    assert pool_snapshot(manager.pool) == before
 
 
 def test_f12_neighbour_more_blocks_than_are_free_is_an_error_and_nothing_changes() -> None:
     pool = ours([FULL], 5).pool
     pool.take(2)
-    before = (list(pool.free_blocks), list(pool.reference_counts))
+    before = pool_snapshot(pool)
     with pytest.raises(BlockError, match="cannot take 3 blocks from the pool: 2 of 5 are free"):
         pool.take(3)
-    assert (list(pool.free_blocks), list(pool.reference_counts)) == before
+    assert pool_snapshot(pool) == before

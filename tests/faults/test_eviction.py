@@ -8,6 +8,7 @@ import pytest
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
+from tests.core.pools import free_ids
 from tests.faults.support import (
     BLOCK,
     FULL,
@@ -21,6 +22,7 @@ from tests.faults.support import (
     sliding_window,
     upstream,
 )
+from vllm_kvplug.block_states import hash_and_group
 from vllm_kvplug.errors import CallError
 
 # F13: a subscriber to KV events counts hashes.
@@ -118,7 +120,7 @@ def test_f15_its_memory_is_reused_first() -> None:
     manager.free(kept)
     manager.free(failed)
     check(manager)
-    order = list(manager.pool.free_blocks)
+    order = free_ids(manager.pool)
     assert order[:4] == failed_ids[2:][::-1]
     assert order[-2:] == failed_ids[:2][::-1]  # what lies before the failed block is good, and freed last
     assert manager.get_computed_blocks(request("b", prompt(96)))[1] == 32
@@ -156,7 +158,7 @@ def test_f15_another_groups_blocks_were_computed_from_it_too() -> None:
     manager.evict_blocks({manager.get_block_ids("a")[1][4]})  # tokens 64 to 79, in the sliding window's layers
     check(manager)
     cached = [
-        [manager.pool.block_hashes[block_id] is not None for block_id in row if block_id]
+        [hash_and_group(manager.pool, block_id) is not None for block_id in row if block_id]
         for row in manager.get_block_ids("a")
     ]
     assert cached[0] == [True] * 4 + [False] * 2

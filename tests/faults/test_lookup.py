@@ -150,7 +150,7 @@ def test_f10_neighbours_aborted_while_waiting_and_preempted() -> None:
     assert stats is not None
     assert (stats.requests, stats.queries, stats.hits) == (1, 64, 0)
     assert (stats.preempted_requests, stats.preempted_queries, stats.preempted_hits) == (1, 64, 48)
-    assert manager._hits_to_report_tokens == {}
+    assert manager._lookups == {}
 
 
 # F14: ids that nobody asks for.

@@ -12,6 +12,7 @@ import pytest
 from prometheus_client import REGISTRY
 
 import vllm_kvplug
+from tests.core import pools
 from tests.core.support import FakeRequest, run_prefill
 from tests.glue.support import fake_engine_core, with_choice
 from vllm_kvplug.errors import SettingsError
@@ -34,7 +35,7 @@ def make_manager(kv_cache_config: Any) -> Any:
 
 
 def damage(manager: Any, block_id: int = 2) -> None:
-    manager.pool.reference_counts[block_id] += 1
+    pools.damage(manager, block_id)
 
 
 def test_stop_raises_out_of_the_call(make_manager: Any) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
+from tests.core import pools
 from tests.glue.shadow_runs import construct, run
 from tests.glue.support import fake_engine_core, with_choice
 from tests.scheduler.cases import Case
@@ -151,7 +152,7 @@ def test_the_engine_tells_both_sides(base_config: Any, kvplug_log: list[str]) ->
     (line,) = [line for line in kvplug_log if "in force" in line]
     assert '"follower": "kvplug"' in line
     assert '"serving": "upstream"' in line
-    done.manager.managers[1].pool.reference_counts[2] += 1
+    pools.damage(done.manager.managers[1], 2)
     done.manager.new_step_starts()
     core = fake_engine_core(with_choice("shadow", config), done.manager, done.side.scheduler.kv_cache_config)
     answer = report.of_engine_core(core, "shadow", report.as_json(config))

@@ -13,6 +13,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks as UpstreamBlocks
 
 from tests.lockstep.trace import Setup
 from vllm_kvplug.block import KVCacheBlocks as OurBlocks
+from vllm_kvplug.block_states import BlockStates
 from vllm_kvplug.vllm_glue.manager import KVCacheManager as OurManager
 
 State = dict[str, Any]
@@ -43,13 +44,14 @@ def upstream_state(manager: Any, setup: Setup) -> State:
 def our_state(manager: OurManager, setup: Setup) -> State:
     """Ours."""
     pool = manager.pool
+    states = BlockStates.of(pool)
     return {
         "usage": manager.usage,
-        "free order": list(pool.free_blocks),
-        "references": list(pool.reference_counts[setup.num_reserved_blocks :]),
+        "free order": list(pool.free_block_ids()),
+        "references": states.reference_counts[setup.num_reserved_blocks :],
         "block hashes": [
-            None if block_hash is None else block_hash + pool.block_group_ids[block_id].to_bytes(4, "big")
-            for block_id, block_hash in enumerate(pool.block_hashes)
+            None if block_hash is None else block_hash + group_id.to_bytes(4, "big")
+            for block_hash, group_id in zip(states.block_hashes, states.block_group_ids, strict=True)
         ],
         "cached blocks": {
             block_hash + group_id.to_bytes(4, "big"): block_ids

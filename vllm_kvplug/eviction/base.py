@@ -1,8 +1,9 @@
-"""What the block pool asks of an eviction policy: an order over the free blocks.
+"""What the block pool asks of an eviction policy: an order over the free runs of blocks.
 
-The pool tells the policy which blocks became free (`push`), takes the next ones to reuse (`pop`), and takes a block out
-of the middle when a request hits it (`remove`). A policy knows neither references nor hashes. Block ids are ints; 0,
-the null block, is never given to a policy.
+The pool tells the policy which runs became free (`push`), asks which one is reused next (`next_run`), and takes a run
+out when a request hits it or when it has been eaten up (`remove`). The blocks of a run are reused from its end. A
+policy knows neither references nor hashes, and blocks that were never used, or are worth nothing, do not come to it:
+the pool reuses those before all others.
 """
 
 from __future__ import annotations
@@ -10,34 +11,28 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
+from vllm_kvplug.block_run import BlockRun
+
 
 class EvictionPolicy(Protocol):
-    """An order over the free blocks. Built with `num_blocks`: blocks 1 .. num_blocks - 1 are free, never used."""
+    """An order over the free runs. `BlockRun.place` of a free run is the policy's to use."""
 
-    def __len__(self) -> int:
-        """Number of free blocks."""
+    def __iter__(self) -> Iterator[BlockRun]:
+        """The free runs, the next to be reused first. For checks and tests: may be slow."""
         ...
 
-    def __iter__(self) -> Iterator[int]:
-        """The free block ids, the next to be reused first. For checks and tests: may be slow."""
+    def push(self, runs: Sequence[BlockRun]) -> None:
+        """These runs became free, in this order (the earlier, the sooner reused)."""
         ...
 
-    def __contains__(self, block_id: object) -> bool:
-        """Whether the block is free."""
+    def next_run(self) -> BlockRun:
+        """The run whose last block is reused next. The caller has checked that there is one."""
         ...
 
-    def push(self, block_ids: Sequence[int]) -> None:
-        """These blocks became free, in this order (the earlier, the sooner reused)."""
+    def remove(self, run: BlockRun) -> None:
+        """Take a run out of the order."""
         ...
 
-    def push_first(self, block_ids: Sequence[int]) -> None:
-        """These blocks became free and are worth nothing: reuse them before all others, in this order."""
-        ...
-
-    def pop(self, num_blocks: int) -> list[int]:
-        """Take the next `num_blocks` to reuse out of the order. The caller has checked that there are so many."""
-        ...
-
-    def remove(self, block_id: int) -> None:
-        """Take one free block out of the order: a request hit it."""
+    def split(self, run: BlockRun, rest: BlockRun) -> None:
+        """`rest` was split off the end of a free run: it is free, too, and reused just before it."""
         ...

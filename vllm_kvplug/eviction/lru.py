@@ -1,120 +1,68 @@
 """Least recently used: the exact order of vLLM 0.17.1's free queue.
 
-Blocks that were never used come first, by id; then freed blocks in the order in which they were freed. The never-used
-part is a counter, so a pool of any size is ready at once. Freed blocks are a queue of ids: a block that is hit stays in
-it as a stale entry, to be passed over later, since taking it out of the middle would cost more than all the rest.
+Runs are reused in the order in which they were freed. They are in a queue of places; a run that is hit leaves its place
+empty, to be passed over later, since taking a place out of the middle would cost more than all the rest. A place holds
+several runs where one was split while it was free.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 
-# Stale entries are swept out when there are more of them than of the others, and more than this.
-_MIN_STALE_ENTRIES = 1024
+from vllm_kvplug.block_run import BlockRun
+
+# Empty places are swept out when there are more of them than of the others, and more than this.
+_MIN_EMPTY_PLACES = 1024
 
 
 class LRUEviction:
-    """See the module. Every operation is O(1) for each block, sweeps included."""
+    """See the module. Every operation is O(1) for each run, sweeps included."""
 
-    def __init__(self, num_blocks: int) -> None:
-        self._next_unused = 1
-        self._num_blocks = num_blocks
-        self._freed: deque[int] = deque()
-        self._num_freed = 0
-        # Block id -> how many of its entries are stale. They are its oldest ones: it was freed again after them.
-        self._num_stale: dict[int, int] = {}
-        self._worthless: deque[int] = deque()  # come before everything else; hardly ever any
+    def __init__(self) -> None:
+        self._places: deque[list[BlockRun]] = deque()
+        self._num_empty = 0
 
-    def __len__(self) -> int:
-        return self._num_blocks - self._next_unused + self._num_freed + len(self._worthless)
+    def __iter__(self) -> Iterator[BlockRun]:
+        for place in self._places:
+            yield from place
 
-    def __iter__(self) -> Iterator[int]:
-        yield from self._worthless
-        yield from range(self._next_unused, self._num_blocks)
-        yield from self._freed_in_order()
+    def push(self, runs: Sequence[BlockRun]) -> None:
+        for run in runs:
+            run.place = [run]
+            self._places.append(run.place)
 
-    def _freed_in_order(self) -> Iterator[int]:
-        num_stale = dict(self._num_stale)
-        for block_id in self._freed:
-            if num_stale.get(block_id):
-                num_stale[block_id] -= 1
-            else:
-                yield block_id
+    def next_run(self) -> BlockRun:
+        places = self._places
+        while not places[0]:
+            places.popleft()
+            self._num_empty -= 1
+        return places[0][0]
 
-    def __contains__(self, block_id: object) -> bool:
-        return any(free_id == block_id for free_id in self)
+    def remove(self, run: BlockRun) -> None:
+        place, run.place = run.place, None
+        place.remove(run)
+        if place:
+            return
+        if self._places[0] is place:
+            self._places.popleft()
+        else:
+            self._num_empty += 1
+            if 2 * self._num_empty > len(self._places) + _MIN_EMPTY_PLACES:
+                self._places = deque(filter(None, self._places))
+                self._num_empty = 0
 
-    def push(self, block_ids: Sequence[int]) -> None:
-        self._freed.extend(block_ids)
-        self._num_freed += len(block_ids)
-
-    def push_first(self, block_ids: Sequence[int]) -> None:
-        self._worthless.extendleft(reversed(block_ids))
-
-    def pop(self, num_blocks: int) -> list[int]:
-        if self._worthless:
-            num_worthless = min(num_blocks, len(self._worthless))
-            popped = [self._worthless.popleft() for _ in range(num_worthless)]
-            return popped + self._pop_ordinary(num_blocks - num_worthless)
-        return self._pop_ordinary(num_blocks)
-
-    def _pop_ordinary(self, num_blocks: int) -> list[int]:
-        first = self._next_unused
-        end = min(first + num_blocks, self._num_blocks)
-        self._next_unused = end
-        popped = list(range(first, end))
-        num_missing = num_blocks - len(popped)
-        self._num_freed -= num_missing
-        popleft = self._freed.popleft
-        if not self._num_stale:
-            popped += [popleft() for _ in range(num_missing)]
-        while len(popped) < num_blocks:
-            block_id = popleft()
-            if block_id not in self._num_stale:
-                popped.append(block_id)
-            else:
-                self._pass_over(block_id)
-        return popped
-
-    def remove(self, block_id: int) -> None:
-        if block_id >= self._next_unused or block_id in self._worthless:
-            # Nothing hits a block without a hash, but whoever takes one out must get the right order after it.
-            self._freed, self._num_freed, self._num_stale = deque(self), len(self), {}
-            self._next_unused = self._num_blocks
-            self._worthless.clear()
-        self._num_stale[block_id] = self._num_stale.get(block_id, 0) + 1
-        self._num_freed -= 1
-        if len(self._freed) > 2 * self._num_freed + _MIN_STALE_ENTRIES:
-            self._freed, self._num_stale = deque(self._freed_in_order()), {}
-
-    def _pass_over(self, block_id: int) -> None:
-        num_stale = self._num_stale.pop(block_id) - 1
-        if num_stale:
-            self._num_stale[block_id] = num_stale
+    def split(self, run: BlockRun, rest: BlockRun) -> None:
+        place = rest.place = run.place
+        place.insert(place.index(run), rest)
 
     def find_contradictions(self) -> Iterator[tuple[str, int | None]]:
-        """What in here does not agree: a message and, where it is about one, the block's id. Slow, for checks."""
-        if not 1 <= self._next_unused <= max(self._num_blocks, 1):
-            yield f"lru: first unused block: expected 1 to {self._num_blocks}, found {self._next_unused}", None
-        num_entries = Counter(self._freed)
-        for block_id, num_stale in self._num_stale.items():
-            if not 1 <= num_stale <= num_entries[block_id]:
-                expected = f"1 to its {num_entries[block_id]} entries"
-                yield f"lru: block {block_id}: stale entries: expected {expected}, found {num_stale}", block_id
-        num_entries.subtract(self._num_stale)
-        num_live = 0
-        for block_id, count in num_entries.items():
-            num_live += count
-            if count > 1:
-                yield f"lru: block {block_id}: entries that are not stale: expected at most 1, found {count}", block_id
-        if self._num_freed != num_live:
-            yield f"lru: freed blocks: expected {num_live} by its entries, found {self._num_freed}", None
-        for block_id, num_worthless in Counter(self._worthless).items():
-            num_places = num_worthless + max(num_entries[block_id], 0)
-            if num_places > 1:
-                yield f"lru: worthless block {block_id}: expected 1 place, found {num_places}", block_id
-        for block_id in {*self._freed, *self._worthless}:
-            if not 1 <= block_id < self._next_unused:
-                expected = f"1 to {self._next_unused - 1}, once used"
-                yield f"lru: block {block_id} among the freed: expected an id from {expected}, found it", block_id
+        """What in here does not agree: a message and, where it is about one, a block's id. Slow, for checks."""
+        num_empty = sum(not place for place in self._places)
+        if num_empty != self._num_empty:
+            yield f"lru: empty places: expected {num_empty}, found {self._num_empty} counted", None
+        for place in self._places:
+            for run in place:
+                if run.place is not place:
+                    block_id = run.block_ids[0] if run.block_ids else None
+                    yield f"lru: {run!r}: expected it to know its place, found another", block_id

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from vllm_kvplug.eviction.base import EvictionPolicy
 from vllm_kvplug.eviction.lru import LRUEviction
 
-_POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {"lru": LRUEviction}
+_POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"lru": LRUEviction}
 
 
 def names() -> list[str]:
@@ -15,6 +15,6 @@ def names() -> list[str]:
     return sorted(_POLICIES)
 
 
-def create(name: str, num_blocks: int) -> EvictionPolicy:
-    """The policy called `name` for a pool of `num_blocks` blocks, every block but the null block (id 0) free."""
-    return _POLICIES[name](num_blocks)
+def create(name: str) -> EvictionPolicy:
+    """The policy called `name`, with nothing free yet."""
+    return _POLICIES[name]()

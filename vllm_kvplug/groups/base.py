@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any, ClassVar
 
 from vllm_kvplug.allocation import GroupPlan, SlotDemand
 from vllm_kvplug.block_pool import NULL_BLOCK_ID, BlockPool
+from vllm_kvplug.block_run import NO_HIT, Hit, RunPart
 from vllm_kvplug.errors import CallError
 from vllm_kvplug.geometry import GroupGeometry, num_blocks_for
-from vllm_kvplug.groups.table import BlockTable
+from vllm_kvplug.groups.holding import take_all, take_out
+from vllm_kvplug.groups.table import BlockTable, Hold
 from vllm_kvplug.hash_row import HashRow
 from vllm_kvplug.observers import ObserverSet
 
@@ -40,6 +42,10 @@ class AttentionGroup(ABC):
 
     any_shorter_prefix_serves: ClassVar[bool] = False
     _table_class: ClassVar[type[BlockTable]] = BlockTable
+    # Whether a running request only ever takes blocks at its table's end, so that `grow` serves it.
+    grows_plainly: ClassVar[bool] = True
+    # Whether `release_skipped` has anything to do.
+    releases_skipped: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -53,14 +59,17 @@ class AttentionGroup(ABC):
     ) -> None:
         self.group_id = group_id
         self.geometry = geometry
+        self._reports_new_blocks = geometry.reports_new_blocks
+        self._has_short_way = num_hashes_per_block == 1 and not observers.on_cache
         self.num_tokens_per_block = geometry.num_tokens_per_block
         self.num_hashes_per_block = num_hashes_per_block
         self.num_blocks_beyond_hit = num_blocks_beyond_hit
         self.tables: dict[str, Any] = {}
         self._pool = pool
         self._observers = observers
-        # An ordered set: nobody may ever ask (vLLM does so for some models only), and it must not grow for ever.
-        self._unreported_block_ids: dict[int, None] = {}
+        # Rows of new ids. Nobody may ever ask (vLLM does so for some models only), and they must not grow for ever.
+        self._unreported_rows: list[Sequence[int]] = []
+        self._num_unreported_blocks = 0
 
     # What differs between attention types
 
@@ -72,7 +81,7 @@ class AttentionGroup(ABC):
         """
 
     @abstractmethod
-    def match(self, block_hashes: Sequence[bytes], max_num_blocks: int, alignment_blocks: int = 1) -> list[int]:
+    def match(self, block_hashes: Sequence[bytes], max_num_blocks: int, alignment_blocks: int = 1) -> Hit:
         """The longest prefix that this group could serve from the cache. Changes nothing.
 
         Args:
@@ -81,7 +90,7 @@ class AttentionGroup(ABC):
             alignment_blocks: its length is a multiple of this many blocks.
 
         Returns:
-            Block ids by position, the null block where no later token looks.
+            Blocks by position, the null block where no later token looks.
         """
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
@@ -103,21 +112,19 @@ class AttentionGroup(ABC):
 
     # Planning
 
-    def check_admission(self, request_id: str, hit_block_ids: Sequence[int], *, is_admission: bool) -> None:
-        """See that the request can have these hits. Changes nothing.
+    def check_admission(self, request_id: str, num_hit_blocks: int, *, is_admission: bool) -> None:
+        """See that the request can have so many hits. Changes nothing.
 
         Raises:
-            CallError: hits or external tokens for a request that cannot have them any more, or blocks that no lookup of
-                this group can have found.
+            CallError: hits or external tokens for a request that cannot have them any more.
         """
-        self._pool.check_hits(self.group_id, hit_block_ids, may_be_null=not self.any_shorter_prefix_serves)
         table = self.tables.get(request_id)
         if table is None:
             return
         num_held_blocks = len(table.block_ids)
-        if hit_block_ids and num_held_blocks:
+        if num_hit_blocks and num_held_blocks:
             raise CallError(
-                f"request {request_id!r}: expected no prefix hits for a request with blocks, found {len(hit_block_ids)}"
+                f"request {request_id!r}: expected no prefix hits for a request with blocks, found {num_hit_blocks}"
             )
         if is_admission and num_held_blocks and not table.is_admitted:
             raise CallError(
@@ -125,24 +132,22 @@ class AttentionGroup(ABC):
                 f"it has {num_held_blocks}"
             )
 
-    def plan(
-        self, request_id: str, demand: SlotDemand, hit_block_ids: Sequence[int], *, is_admission: bool
-    ) -> GroupPlan:
+    def plan(self, request_id: str, demand: SlotDemand, hit: Hit = NO_HIT, *, is_admission: bool) -> GroupPlan:
         """What serving `demand` would take from the pool. Changes nothing.
 
         Args:
             request_id: the request.
             demand: its tokens.
-            hit_block_ids: what its lookup found in this group.
+            hit: what its lookup found in this group.
             is_admission: the call brings a lookup's answer (hits or none) or external tokens.
         """
         table = self.tables.get(request_id)
-        prefix = self._plan_prefix(table, demand, hit_block_ids) if is_admission else GroupPlan()
-        num_positions = prefix.num_prefix_positions + (len(table.block_ids) if table is not None else 0)
-        num_new_blocks = self._num_blocks(self._num_slot_tokens(demand)) - num_positions
-        return replace(prefix, num_new_blocks=max(num_new_blocks, 0))
+        plan = self._plan_prefix(table, demand, hit) if is_admission else GroupPlan()
+        num_positions = plan.num_prefix_positions + (len(table.block_ids) if table is not None else 0)
+        plan.num_new_blocks = max(self._num_blocks(self._num_slot_tokens(demand)) - num_positions, 0)
+        return plan
 
-    def _plan_prefix(self, table: BlockTable | None, demand: SlotDemand, hit_block_ids: Sequence[int]) -> GroupPlan:
+    def _plan_prefix(self, table: BlockTable | None, demand: SlotDemand, hit: Hit) -> GroupPlan:
         """The first part of a new request's table: what is skipped, then hits, then blocks for external tokens. Nothing
         for a request that has its prefix already.
         """
@@ -151,17 +156,19 @@ class AttentionGroup(ABC):
         num_present_tokens = demand.num_present_tokens
         num_skipped_tokens = max(self.num_skipped_tokens(num_present_tokens), 0)
         num_null_blocks = num_skipped_tokens // self.num_tokens_per_block
-        kept_block_ids = tuple(hit_block_ids[num_null_blocks:])
+        num_hit_blocks = max(len(hit) - num_null_blocks, 0)
+        hit_parts = hit.parts_from(num_null_blocks)
         num_external_tokens = demand.num_external_tokens
         if num_null_blocks:  # external tokens may be skipped, too
             num_external_tokens = min(num_external_tokens, num_present_tokens - num_skipped_tokens)
         num_external_blocks = 0
         if num_external_tokens > 0:
-            num_external_blocks = self._num_blocks(num_present_tokens) - num_null_blocks - len(kept_block_ids)
+            num_external_blocks = self._num_blocks(num_present_tokens) - num_null_blocks - num_hit_blocks
         return GroupPlan(
             num_null_blocks=num_null_blocks,
-            hit_block_ids=kept_block_ids,
-            num_free_hit_blocks=self._pool.num_free_among(kept_block_ids),
+            num_hit_blocks=num_hit_blocks,
+            hit_parts=hit_parts,
+            num_free_hit_blocks=num_free_among(hit_parts),
             num_external_blocks=max(num_external_blocks, 0),
         )
 
@@ -171,16 +178,20 @@ class AttentionGroup(ABC):
 
     # Committing: the coordinator takes each of these steps for all groups before the next one
 
-    def admit(self, request_id: str, plan: GroupPlan) -> None:
+    def admit(self, request_id: str, plan: GroupPlan, hit: Hit) -> None:
         """Give the request its hits."""
         table = self._table(request_id)
-        if not table.is_admitted:
-            self._pool.acquire(plan.hit_block_ids)
+        if table.is_admitted:
+            return
+        table.is_admitted = True
+        table.num_leading_nulls = plan.num_null_blocks
+        table.num_cached_blocks = plan.num_null_blocks + plan.num_hit_blocks
+        if plan.num_null_blocks:
             table.block_ids += [NULL_BLOCK_ID] * plan.num_null_blocks
-            table.block_ids += plan.hit_block_ids
-            table.num_leading_nulls = plan.num_null_blocks
-            table.num_cached_blocks = len(table.block_ids)
-            table.is_admitted = True
+        table.block_ids += hit.block_ids[plan.num_null_blocks :]
+        acquire = self._pool.acquire
+        for position, run, offset, num_blocks in plan.hit_parts:
+            table.holds.append(Hold(position, acquire(run, offset, num_blocks), num_blocks))
 
     def take_external(self, request_id: str, plan: GroupPlan) -> None:
         """Give the request blocks for its external tokens."""
@@ -192,11 +203,81 @@ class AttentionGroup(ABC):
         return self._take(self._table(request_id), plan.num_new_blocks)
 
     def _take(self, table: BlockTable, num_blocks: int) -> list[int]:
+        if not num_blocks:
+            return []
         block_ids = self._pool.take(num_blocks)
         table.block_ids += block_ids
-        if self.geometry.reports_new_blocks:
-            self._unreported_block_ids.update(dict.fromkeys(block_ids))
+        if self._reports_new_blocks:
+            self._unreported_rows.append(block_ids)
+            self._num_unreported_blocks += num_blocks
+            if self._num_unreported_blocks > 2 * self._pool.num_blocks:
+                self._unreported_rows = [self.take_unreported_block_ids()]
+                self._num_unreported_blocks = len(self._unreported_rows[0])
         return block_ids
+
+    def num_missing_blocks(self, request_id: str, num_slot_tokens: int) -> int:
+        """New blocks that a running request needs to have slots for so many tokens."""
+        return max(-(-num_slot_tokens // self.num_tokens_per_block) - len(self.tables[request_id].block_ids), 0)
+
+    def grow(self, request: Any, num_slot_tokens: int, num_cache_tokens: int) -> tuple[Sequence[int], int]:
+        """Plan, commit and cache at once for a running request: it gets slots for so many tokens, and what is full with
+        its first `num_cache_tokens` tokens is cached. The caller has seen that the free blocks suffice.
+
+        Returns:
+            The new blocks, and the most tokens that the request can grow to without anything to do here, see
+            `quiet_limit_tokens`.
+        """
+        table = self.tables[request.request_id]
+        num_missing = self.num_missing_blocks(request.request_id, num_slot_tokens)
+        block_ids = self._take(table, num_missing) if num_missing else ()
+        if num_cache_tokens // self.num_tokens_per_block > table.num_cached_blocks:
+            self._cache_up_to(request, table, num_cache_tokens // self.num_tokens_per_block)
+        return block_ids, self.quiet_limit_tokens(request.request_id, caches=num_cache_tokens > 0)
+
+    def grow_alone(
+        self, request: Any, num_slot_tokens: int, num_tokens_after_step: int, caches: bool
+    ) -> tuple[Sequence[int], int] | None:
+        """The same where this is the only group and has no window: the shortest way for a decoding request, and for a
+        new one without hits.
+
+        None where the free blocks do not suffice or block hashes are missing; nothing was changed then.
+        """
+        known_table = self.tables.get(request.request_id)
+        table: BlockTable = known_table if known_table is not None else self._table_class()
+        num_tokens_per_block = self.num_tokens_per_block
+        row = table.block_ids
+        limit = len(row) * num_tokens_per_block
+        num_cached_blocks = num_full_blocks = table.num_cached_blocks
+        if caches and num_tokens_after_step >= (num_cached_blocks + 1) * num_tokens_per_block:
+            # Drafts may be rejected: only tokens that the request has for certain are cached.
+            num_tokens = request.num_tokens
+            num_full_blocks = (
+                num_tokens_after_step if num_tokens_after_step < num_tokens else num_tokens
+            ) // num_tokens_per_block
+            if len(request.block_hashes) < num_full_blocks * self.num_hashes_per_block:
+                return None
+        block_ids: Sequence[int] = ()
+        if num_slot_tokens > limit:
+            num_missing = -(-num_slot_tokens // num_tokens_per_block) - len(row)
+            if num_missing > self._pool.num_free_blocks:
+                return None
+            block_ids = self._take(table, num_missing)
+            limit += num_missing * num_tokens_per_block
+        if known_table is None:
+            self.tables[request.request_id] = table
+        if num_full_blocks > num_cached_blocks:
+            run = table.growing
+            if run is not None and run.grower is table and num_full_blocks == num_cached_blocks + 1:
+                table.num_cached_blocks = num_full_blocks
+                table.holds[-1].num_blocks += 1
+                self._pool.cache_one_more(run, row[num_cached_blocks], request.block_hashes[num_cached_blocks])
+            else:
+                self._cache_up_to(request, table, num_full_blocks)
+        if caches:
+            next_full = (table.num_cached_blocks + 1) * num_tokens_per_block
+            if next_full <= limit:
+                limit = next_full - 1
+        return block_ids, limit
 
     # Caching
 
@@ -240,25 +321,45 @@ class AttentionGroup(ABC):
         if not end_block:
             return
         table = self._table(request.request_id)
+        if end_block > table.num_cached_blocks:
+            self._cache_up_to(request, table, end_block)
+
+    def _cache_up_to(self, request: Any, table: BlockTable, end_block: int) -> None:
         first_block = table.num_cached_blocks
-        if end_block <= first_block:
-            return
         table.num_cached_blocks = end_block
         table.is_admitted = True
         if table.first_unpublished is not None:
             end_block = min(end_block, table.first_unpublished)
         if first_block < end_block:
-            self._publish(request, table.block_ids, first_block, end_block)
+            self._publish(request, table, first_block, end_block)
 
-    def _publish(self, request: Any, row: list[int], first_block: int, end_block: int) -> Sequence[bytes]:
-        """Make blocks findable, and tell; answers their hashes."""
-        block_ids = row[first_block:end_block]
+    def _publish(self, request: Any, table: BlockTable, first_block: int, end_block: int) -> None:
+        """Make blocks findable, and tell."""
         all_hashes = self.hashes_of(request.block_hashes)
-        block_hashes = all_hashes[first_block : first_block + len(block_ids)]
-        self._pool.cache(self.group_id, block_ids, block_hashes)
+        row = table.block_ids
+        end = min(end_block, len(row))
+        first = first_block
+        while first < end and row[first] == NULL_BLOCK_ID:
+            first += 1
+        if first < end:
+            self._publish_run(table, all_hashes, first, end)
         for notify in self._observers.on_cache:
             notify(request, self.group_id, self.num_tokens_per_block, row, all_hashes, first_block, end_block)
-        return block_hashes
+
+    def _publish_run(self, table: BlockTable, all_hashes: Sequence[bytes], first: int, end: int) -> None:
+        """The loose blocks at the positions `first` to `end` - 1."""
+        hold = table.open_hold(first)
+        if hold is None:
+            run = self._pool.cache(self.group_id, first, table.block_ids[first:end], all_hashes[first:end])
+            table.holds.append(Hold(first, run, end - first))
+            if self._has_short_way:
+                table.grow_from_now_on(run)
+        elif end == first + 1:
+            self._pool.cache_one_more(hold.run, table.block_ids[first], all_hashes[first])
+            hold.num_blocks += 1
+        else:
+            self._pool.cache_more(hold.run, table.block_ids[first:end], all_hashes[first:end])
+            hold.num_blocks += end - first
 
     def stop_publishing(self, request_id: str, first_bad_token: int) -> None:
         """A load into the block of this token failed: neither it nor anything after it goes into the prefix cache any
@@ -267,10 +368,13 @@ class AttentionGroup(ABC):
         table = self.tables.get(request_id)
         if table is None:
             return
-        position = first_bad_token // self.num_tokens_per_block
-        if table.first_unpublished is None or position < table.first_unpublished:
-            table.first_unpublished = position
-            self._pool.uncache(table.block_ids[position : table.num_cached_blocks])
+        first_bad = first_bad_token // self.num_tokens_per_block
+        if table.first_unpublished is None or first_bad < table.first_unpublished:
+            table.first_unpublished = first_bad
+            table.growing = None
+            for hold in table.holds:
+                for position, run, _, num_blocks in hold.pieces():
+                    self._pool.uncache(run, max(first_bad - position, 0), num_blocks)
 
     # A request's life
 
@@ -295,22 +399,23 @@ class AttentionGroup(ABC):
         while position > 0 and block_ids[position - 1] != NULL_BLOCK_ID:
             position -= 1
         if position < num_skipped_blocks:
-            released = block_ids[position:num_skipped_blocks][::-1]
-            block_ids[position:num_skipped_blocks] = [NULL_BLOCK_ID] * len(released)
+            released = take_out(self._pool, self.group_id, table, position, num_skipped_blocks)
+            block_ids[position:num_skipped_blocks] = [NULL_BLOCK_ID] * (num_skipped_blocks - position)
             self._pool.release(released)
 
     def free(self, request_id: str) -> None:
         """Give back all blocks of a request, the last first, so that the head of a prefix lives longest."""
-        table = self.tables.get(request_id)
+        table = self.tables.pop(request_id, None)
         if table is None:
             return
-        block_ids = table.block_ids
         if table.first_unpublished is None:
-            self._pool.release(block_ids[::-1])
-        else:
-            self._pool.release(block_ids[table.first_unpublished :][::-1], is_worthless=True)
-            self._pool.release(block_ids[: table.first_unpublished][::-1])
-        del self.tables[request_id]
+            self._pool.release(take_all(self.group_id, table))
+            return
+        first_bad = max(table.first_unpublished, 0)
+        end = len(table.block_ids)
+        worthless = take_out(self._pool, self.group_id, table, first_bad, end)
+        self._pool.release(worthless, is_worthless=True)
+        self._pool.release(take_out(self._pool, self.group_id, table, 0, min(end, first_bad)))
 
     def block_ids(self, request_id: str) -> list[int]:
         """The request's table row, not a copy; empty for an unknown request."""
@@ -324,7 +429,9 @@ class AttentionGroup(ABC):
         table = self.tables.get(request_id)
         if table is None:
             return 0
-        limit = min(self._capacity_tokens(table), self.quiet_limit_of_window(table))
+        limit = self._capacity_tokens(table)
+        if self.releases_skipped:
+            limit = min(limit, self.quiet_limit_of_window(table))
         if not caches:
             return limit
         return min(limit, (table.num_cached_blocks + 1) * self.num_tokens_per_block - 1)
@@ -342,8 +449,8 @@ class AttentionGroup(ABC):
 
     def take_unreported_block_ids(self) -> list[int]:
         """Ids handed out since the last call, each once, in the order of their first handing out."""
-        block_ids, self._unreported_block_ids = self._unreported_block_ids, {}
-        return list(block_ids)
+        rows, self._unreported_rows, self._num_unreported_blocks = self._unreported_rows, [], 0
+        return list(dict.fromkeys(chain.from_iterable(rows)))
 
     def _table(self, request_id: str) -> Any:
         table = self.tables.get(request_id)
@@ -353,3 +460,8 @@ class AttentionGroup(ABC):
 
     def _num_blocks(self, num_tokens: int) -> int:
         return num_blocks_for(num_tokens, self.num_tokens_per_block)
+
+
+def num_free_among(parts: Iterable[RunPart]) -> int:
+    """How many of these blocks are free now (a hit takes them out of the free blocks)."""
+    return sum([part.num_blocks for part in parts if not part.run.num_holders])

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm_kvplug.allocation import GroupPlan, SlotDemand
+from vllm_kvplug.block_run import NO_HIT, Hit
 from vllm_kvplug.errors import CallError
 from vllm_kvplug.geometry import GroupGeometry
 from vllm_kvplug.groups.base import NO_LIMIT, AttentionGroup
@@ -17,27 +18,27 @@ from vllm_kvplug.groups.base import NO_LIMIT, AttentionGroup
 class CrossAttentionGroup(AttentionGroup):
     """See the module."""
 
+    grows_plainly = False
+    releases_skipped = False
+
     @classmethod
     def min_num_blocks(cls, geometry: GroupGeometry, num_tokens: int, num_step_tokens: int = 1) -> int:
         return 0  # the decoder's tokens take none
 
-    def match(self, block_hashes: Sequence[bytes], max_num_blocks: int, alignment_blocks: int = 1) -> list[int]:
-        return []
+    def match(self, block_hashes: Sequence[bytes], max_num_blocks: int, alignment_blocks: int = 1) -> Hit:
+        return NO_HIT
 
-    def check_admission(self, request_id: str, hit_block_ids: Sequence[int], *, is_admission: bool) -> None:
-        if hit_block_ids:
+    def check_admission(self, request_id: str, num_hit_blocks: int, *, is_admission: bool) -> None:
+        if num_hit_blocks:
             raise CallError(
-                f"request {request_id!r}: expected no prefix hits in a group of cross-attention, "
-                f"found {len(hit_block_ids)}"
+                f"request {request_id!r}: expected no prefix hits in a group of cross-attention, found {num_hit_blocks}"
             )
 
-    def plan(
-        self, request_id: str, demand: SlotDemand, hit_block_ids: Sequence[int], *, is_admission: bool
-    ) -> GroupPlan:
+    def plan(self, request_id: str, demand: SlotDemand, hit: Hit = NO_HIT, *, is_admission: bool) -> GroupPlan:
         num_held_blocks = len(self.block_ids(request_id))
         return GroupPlan(num_new_blocks=max(self._num_blocks(demand.num_encoder_tokens) - num_held_blocks, 0))
 
-    def admit(self, request_id: str, plan: GroupPlan) -> None:
+    def admit(self, request_id: str, plan: GroupPlan, hit: Hit) -> None:
         """Nothing: there are no hits."""
 
     def check_block_hashes(self, request: Any, num_tokens: int) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from vllm_kvplug.block_run import Hit
 from vllm_kvplug.geometry import GroupGeometry, num_blocks_for
 from vllm_kvplug.groups.base import AttentionGroup
 
@@ -14,27 +15,27 @@ class FullAttentionGroup(AttentionGroup):
     """See the module."""
 
     any_shorter_prefix_serves = True
+    releases_skipped = False
 
     @classmethod
     def min_num_blocks(cls, geometry: GroupGeometry, num_tokens: int, num_step_tokens: int = 1) -> int:
         return num_blocks_for(num_tokens, geometry.num_tokens_per_block)
 
-    def match(self, block_hashes: Sequence[bytes], max_num_blocks: int, alignment_blocks: int = 1) -> list[int]:
-        block_ids = self._pool.match(self.group_id, block_hashes, max_num_blocks + self.num_blocks_beyond_hit)
-        num_blocks = max(len(block_ids) - self.num_blocks_beyond_hit, 0)
-        del block_ids[num_blocks - num_blocks % alignment_blocks :]
-        return block_ids
+    def match(self, block_hashes: Sequence[bytes], max_num_blocks: int, alignment_blocks: int = 1) -> Hit:
+        hit = self._pool.indexes[self.group_id].match(block_hashes, max_num_blocks + self.num_blocks_beyond_hit)
+        num_blocks = max(len(hit) - self.num_blocks_beyond_hit, 0)
+        return hit.up_to(num_blocks - num_blocks % alignment_blocks)
 
     def num_common_prefix_blocks(self, request_id: str) -> int:
         # An unknown request gets an empty table and is counted from then on, as in 0.17.1.
-        block_ids = self._table(request_id).block_ids
+        table = self._table(request_id)
         num_requests = len(self.tables)
         if num_requests == 1:
-            return len(block_ids)  # nobody else could hold one
-        counts = self._pool.reference_counts
+            return len(table.block_ids)  # nobody else could hold one
         num_common_blocks = 0
-        for block_id in block_ids:
-            if counts[block_id] != num_requests:
-                break
-            num_common_blocks += 1
+        for hold in table.holds:
+            for piece in hold.pieces():
+                if piece.run.num_holders != num_requests:
+                    return num_common_blocks
+                num_common_blocks += piece.num_blocks
         return num_common_blocks

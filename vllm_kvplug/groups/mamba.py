@@ -16,13 +16,17 @@ from typing import Any
 
 from vllm_kvplug.allocation import GroupPlan, SlotDemand
 from vllm_kvplug.block_pool import NULL_BLOCK_ID
+from vllm_kvplug.block_run import NO_HIT, Hit
 from vllm_kvplug.geometry import GroupGeometry
-from vllm_kvplug.groups.base import AttentionGroup
-from vllm_kvplug.groups.table import BlockTable
+from vllm_kvplug.groups.base import AttentionGroup, num_free_among
+from vllm_kvplug.groups.holding import take_out
+from vllm_kvplug.groups.table import BlockTable, Hold
 
 
 class MambaGroup(AttentionGroup):
     """Running states only, or a state at each block's end (modes `none` and `all`)."""
+
+    grows_plainly = False
 
     def __init__(self, group_id: int, geometry: GroupGeometry, *args: Any, **kwargs: Any) -> None:
         super().__init__(group_id, geometry, *args, **kwargs)
@@ -33,37 +37,41 @@ class MambaGroup(AttentionGroup):
     def min_num_blocks(cls, geometry: GroupGeometry, num_tokens: int, num_step_tokens: int = 1) -> int:
         return 1 + geometry.num_speculative_blocks if num_tokens else 0
 
-    def match(self, block_hashes: Sequence[bytes], max_num_blocks: int, alignment_blocks: int = 1) -> list[int]:
-        get = self._pool.indexes[self.group_id].get
+    def match(self, block_hashes: Sequence[bytes], max_num_blocks: int, alignment_blocks: int = 1) -> Hit:
+        index = self._pool.indexes[self.group_id]
         for num_hit_blocks in range(max_num_blocks - max_num_blocks % alignment_blocks, 0, -alignment_blocks):
-            block_id = get(block_hashes[num_hit_blocks - 1])
-            if block_id is not None:
-                return [NULL_BLOCK_ID] * (num_hit_blocks - 1) + [block_id]
-        return []
+            position = num_hit_blocks - 1
+            if index.run(block_hashes[position]) is not None:
+                hit = index.match(block_hashes, num_hit_blocks, position)
+                return Hit([NULL_BLOCK_ID] * position + list(hit.block_ids), hit.parts)
+        return NO_HIT
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         return num_computed_tokens - 1
 
-    def plan(
-        self, request_id: str, demand: SlotDemand, hit_block_ids: Sequence[int], *, is_admission: bool
-    ) -> GroupPlan:
-        if self._was_cached_this_step(hit_block_ids):
+    def plan(self, request_id: str, demand: SlotDemand, hit: Hit = NO_HIT, *, is_admission: bool) -> GroupPlan:
+        if self._was_cached_this_step(hit):
             return GroupPlan(defers=True)
-        return super().plan(request_id, demand, hit_block_ids, is_admission=is_admission)
+        return super().plan(request_id, demand, hit, is_admission=is_admission)
 
-    def _was_cached_this_step(self, hit_block_ids: Sequence[int]) -> bool:
-        return bool(hit_block_ids) and self._pool.block_hashes[hit_block_ids[-1]] in self._hashes_cached_this_step
+    def _was_cached_this_step(self, hit: Hit) -> bool:
+        if not hit.parts:
+            return False
+        last = hit.parts[-1]
+        return last.run.block_hashes[last.offset + last.num_blocks - 1] in self._hashes_cached_this_step
 
     def _num_slot_tokens(self, demand: SlotDemand) -> int:
         return demand.num_slot_tokens + self._num_speculative_blocks * self.num_tokens_per_block
 
-    def _publish(self, request: Any, row: list[int], first_block: int, end_block: int) -> Sequence[bytes]:
-        block_hashes = super()._publish(request, row, first_block, end_block)
-        block_ids = row[first_block:end_block]
-        self._hashes_cached_this_step.update(
-            block_hash for block_hash, block_id in zip(block_hashes, block_ids, strict=False) if block_id
-        )
-        return block_hashes
+    def _publish_run(self, table: BlockTable, all_hashes: Sequence[bytes], first: int, end: int) -> None:
+        row = table.block_ids
+        for position in range(first, end):
+            if row[position] != NULL_BLOCK_ID:
+                # A run for each state: it is hit and given back alone.
+                block_hash = all_hashes[position]
+                run = self._pool.cache(self.group_id, position, [row[position]], [block_hash])
+                table.holds.append(Hold(position, run, 1))
+                self._hashes_cached_this_step.add(block_hash)
 
     def new_step_starts(self) -> None:
         self._hashes_cached_this_step.clear()
@@ -87,7 +95,7 @@ class MambaGroup(AttentionGroup):
         return (self._first_held_position(table) + 1) * self.num_tokens_per_block
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class AlignedMambaPlan(GroupPlan):
     """See `GroupPlan`.
 
@@ -119,10 +127,8 @@ class AlignedMambaGroup(MambaGroup):
 
     _table_class = AlignedMambaTable
 
-    def plan(
-        self, request_id: str, demand: SlotDemand, hit_block_ids: Sequence[int], *, is_admission: bool
-    ) -> GroupPlan:
-        if self._was_cached_this_step(hit_block_ids):
+    def plan(self, request_id: str, demand: SlotDemand, hit: Hit = NO_HIT, *, is_admission: bool) -> GroupPlan:
+        if self._was_cached_this_step(hit):
             return GroupPlan(defers=True)
         table = self.tables.get(request_id)
         num_positions = len(table.block_ids) if table is not None else 0
@@ -130,16 +136,17 @@ class AlignedMambaGroup(MambaGroup):
         # Lookahead tokens have no state: drafters have no Mamba layers.
         num_wanted_positions = self._num_blocks(demand.num_tokens_after_step) + self._num_speculative_blocks
         num_counted_blocks = 0
-        if num_wanted_positions > num_positions + len(hit_block_ids):
+        if num_wanted_positions > num_positions + len(hit):
             # As 0.17.1 counts, which can be more than is taken.
             num_counted_blocks = 1 if has_running_state else 1 + self._num_speculative_blocks
-        prefix = self._plan_prefix(table, demand, hit_block_ids) if is_admission else GroupPlan()
+        prefix = self._plan_prefix(table, demand, hit) if is_admission else GroupPlan()
         num_positions += prefix.num_prefix_positions
         num_new_blocks = self._num_new_blocks(num_positions, num_wanted_positions, has_running_state)
         return AlignedMambaPlan(
             num_null_blocks=prefix.num_null_blocks,
-            hit_block_ids=prefix.hit_block_ids,
-            num_free_hit_blocks=self._pool.num_free_among(hit_block_ids),
+            num_hit_blocks=prefix.num_hit_blocks,
+            hit_parts=prefix.hit_parts,
+            num_free_hit_blocks=num_free_among(hit.parts),
             num_external_blocks=prefix.num_external_blocks,
             num_new_blocks=num_new_blocks,
             num_spare_blocks=max(num_counted_blocks - prefix.num_external_blocks - num_new_blocks, 0),
@@ -191,7 +198,6 @@ class AlignedMambaGroup(MambaGroup):
         # The state before the running one was copied from in the last step; now it may lie between nulls.
         position = table.previous_state_position
         if position is not None and position < self._num_blocks(num_safe_tokens) - 1:
-            block_id = table.block_ids[position]
-            if block_id != NULL_BLOCK_ID:
-                table.block_ids[position] = NULL_BLOCK_ID
-                self._pool.release([block_id])
+            released = take_out(self._pool, self.group_id, table, position, position + 1)
+            table.block_ids[position] = NULL_BLOCK_ID
+            self._pool.release(released)

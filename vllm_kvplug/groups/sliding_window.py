@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm_kvplug.block_pool import NULL_BLOCK_ID
+from vllm_kvplug.block_run import NO_HIT, Hit, RunPart
 from vllm_kvplug.geometry import GroupGeometry, num_blocks_for
 from vllm_kvplug.groups.base import AttentionGroup
 from vllm_kvplug.groups.table import BlockTable
@@ -32,34 +33,22 @@ class SlidingWindowGroup(AttentionGroup):
         num_skipped_blocks = num_skipped_tokens // geometry.num_tokens_per_block
         return num_blocks_for(num_tokens, geometry.num_tokens_per_block) - num_skipped_blocks
 
-    def match(self, block_hashes: Sequence[bytes], max_num_blocks: int, alignment_blocks: int = 1) -> list[int]:
-        get = self._pool.indexes[self.group_id].get
-        run: list[int] = []  # the run under test, its last block first; block `first` is its first
+    def match(self, block_hashes: Sequence[bytes], max_num_blocks: int, alignment_blocks: int = 1) -> Hit:
+        index = self._pool.indexes[self.group_id]
         num_hit_blocks = max_num_blocks - max_num_blocks % alignment_blocks
         while num_hit_blocks > 0:
             end = num_hit_blocks + self.num_blocks_beyond_hit
             first = max(end - self._num_run_blocks, 0)
-            run = self._cached_run(get, block_hashes, first, end)
-            if len(run) == end - first:
-                row = [NULL_BLOCK_ID] * first + run[::-1]
-                del row[num_hit_blocks:]
-                return row
-            # Block `missing` is not cached: no run that contains it serves.
-            missing = end - len(run) - 1
+            # The window's first block is missing: nor does any window serve that contains it, so go on before it.
+            missing = first
+            if index.run(block_hashes[first]) is not None:
+                parts = index.match_back(block_hashes, end, first)
+                if parts and parts[-1].position == first:
+                    return _hit(first, parts[::-1]).up_to(num_hit_blocks)
+                missing = (parts[-1].position if parts else end) - 1
             num_hit_blocks = missing - self.num_blocks_beyond_hit
             num_hit_blocks -= num_hit_blocks % alignment_blocks
-        return []
-
-    @staticmethod
-    def _cached_run(get: Any, block_hashes: Sequence[bytes], first: int, end: int) -> list[int]:
-        """The cached blocks from position `end` - 1 down to `first`, as far as they are cached without a gap."""
-        run: list[int] = []
-        for position in range(end - 1, first - 1, -1):
-            block_id = get(block_hashes[position])
-            if block_id is None:
-                break
-            run.append(block_id)
-        return run
+        return NO_HIT
 
     def num_skipped_tokens(self, num_computed_tokens: int) -> int:
         return max(num_computed_tokens - self._window_tokens + 1, 0)
@@ -67,3 +56,11 @@ class SlidingWindowGroup(AttentionGroup):
     def quiet_limit_of_window(self, table: BlockTable) -> int:
         next_release = (self._first_held_position(table) + 1) * self.num_tokens_per_block
         return next_release + self._window_tokens - 2
+
+
+def _hit(first: int, parts: Sequence[RunPart]) -> Hit:
+    """The null block up to position `first`, then these parts."""
+    block_ids = [NULL_BLOCK_ID] * first
+    for _, run, offset, num_blocks in parts:
+        block_ids += run.block_ids[offset : offset + num_blocks]
+    return Hit(block_ids, parts)

@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from vllm_kvplug.block import BlockSequence, BlockView, split_key
 from vllm_kvplug.block_pool import BlockPool as CorePool
+from vllm_kvplug.vllm_glue.upstream_views.single_blocks import SingleBlocks
 
 
+@dataclass(eq=False, slots=True)
 class _LoneBlock:
-    """What a block without a pool has in a pool's place."""
+    """What a block without a pool has in a pool's place: its own state."""
 
-    def __init__(self, block_id: int, ref_cnt: int) -> None:
-        self.reference_counts = {block_id: ref_cnt}
-        self.block_hashes: dict[int, bytes | None] = {block_id: None}
-        self.block_group_ids = {block_id: 0}
+    ref_cnt: int
+    block_hash: bytes | None = None
 
 
 class KVCacheBlock(BlockView):
-    """A block whose state can be set. Constructed, it belongs to no pool; a pool's blocks are in `BlockPool.blocks`."""
+    """A block whose state can be set. Constructed, it belongs to no pool; a pool's blocks are in `BlockPool.blocks`.
+
+    A pool's block with a hash is one in the prefix cache: setting or forgetting the hash puts it there or takes it out.
+    """
 
     __slots__ = ()
 
     def __init__(self, block_id: int, ref_cnt: int = 0) -> None:
-        pool: Any = _LoneBlock(block_id, ref_cnt)
+        pool: Any = _LoneBlock(ref_cnt)
         super().__init__(pool, block_id)
 
     @classmethod
@@ -35,24 +39,40 @@ class KVCacheBlock(BlockView):
         return self
 
     @property
+    def _own(self) -> _LoneBlock | None:
+        pool: Any = self._pool
+        return pool if isinstance(pool, _LoneBlock) else None
+
+    @property
     def ref_cnt(self) -> int:
-        return super().ref_cnt
+        own = self._own
+        return super().ref_cnt if own is None else own.ref_cnt
 
     @ref_cnt.setter
     def ref_cnt(self, count: int) -> None:
-        self._pool.reference_counts[self.block_id] = count
+        own = self._own
+        if own is not None:
+            own.ref_cnt = count
+        else:
+            SingleBlocks(self._pool).set_num_holders(self.block_id, count)
 
     @property
     def block_hash(self) -> bytes | None:
-        return super().block_hash
+        own = self._own
+        return super().block_hash if own is None else own.block_hash
 
     @block_hash.setter
     def block_hash(self, key: bytes) -> None:
-        if self.block_hash is not None:
+        if self.block_hash not in (None, key):
             raise AssertionError(
                 f"block {self.block_id}: expected no hash before one is set, found {self.block_hash!r}"
             )
-        self._pool.block_hashes[self.block_id], self._pool.block_group_ids[self.block_id] = split_key(key)
+        own = self._own
+        if own is not None:
+            own.block_hash = key
+        else:
+            block_hash, group_id = split_key(key)
+            SingleBlocks(self._pool).cache(group_id, self.block_id, block_hash)
 
     # Upstream's tests look at the field behind the property, too.
     @property
@@ -61,11 +81,15 @@ class KVCacheBlock(BlockView):
 
     @property
     def is_null(self) -> bool:
-        return super().is_null and isinstance(self._pool, CorePool)
+        return super().is_null and self._own is None
 
     def reset_hash(self) -> None:
-        """Forget the hash. The prefix index is not told."""
-        self._pool.block_hashes[self.block_id] = None
+        """Forget the hash."""
+        own = self._own
+        if own is not None:
+            own.block_hash = None
+        else:
+            SingleBlocks(self._pool).uncache(self.block_id)
 
 
 class BlockRow(BlockSequence):

@@ -53,8 +53,8 @@ class KVCacheCoordinator:
         """The longest prefix of at most so many tokens that every group has cached: blocks by group, and its tokens."""
         if not self._manager.enable_caching:
             return tuple([] for _ in self.single_type_managers), 0
-        rows, num_hit_tokens = self._manager._coordinator.match(block_hashes, max_cache_hit_length)
-        return tuple(BlockRow(self.block_pool.core, row) for row in rows), num_hit_tokens
+        hits, num_hit_tokens = self._manager._coordinator.match(block_hashes, max_cache_hit_length)
+        return tuple(BlockRow(self.block_pool.core, hit.block_ids) for hit in hits), num_hit_tokens
 
 
 class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):

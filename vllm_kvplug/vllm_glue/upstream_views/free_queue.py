@@ -2,48 +2,68 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, Protocol
 
 from vllm_kvplug.block_pool import BlockPool as CorePool
-from vllm_kvplug.eviction.base import EvictionPolicy
-from vllm_kvplug.eviction.lru import LRUEviction
 from vllm_kvplug.vllm_glue.upstream_views.blocks import PoolBlocks
+from vllm_kvplug.vllm_glue.upstream_views.single_blocks import SingleBlocks
 
 
-class _MiscountedOrder:
-    """An eviction order that reports another number of free blocks than it has: a test plays an empty pool this way."""
+class _Order(Protocol):
+    """Blocks in an order. `num_blocks` is a number of its own: a test sets it to play an empty pool."""
 
-    def __init__(self, order: EvictionPolicy, num_blocks_off: int) -> None:
-        self.order, self._num_blocks_off = order, num_blocks_off
+    num_blocks: int
 
-    def __len__(self) -> int:
-        return max(len(self.order) + self._num_blocks_off, 0)
+    def __iter__(self) -> Iterator[Any]: ...
 
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.order)
+    def remove(self, block: Any) -> None: ...
 
-    def __contains__(self, block_id: object) -> bool:
-        return block_id in self.order
-
-    def push(self, block_ids: Sequence[int]) -> None:
-        self.order.push(block_ids)
-
-    def push_first(self, block_ids: Sequence[int]) -> None:
-        self.order.push_first(block_ids)
-
-    def pop(self, num_blocks: int) -> list[int]:
-        return self.order.pop(num_blocks)
-
-    def remove(self, block_id: int) -> None:
-        self.order.remove(block_id)
+    def append(self, block: Any) -> None: ...
 
 
-class _LoneQueue:
-    """What a queue without a pool has in a pool's place: an order, nothing in it yet."""
+class _OwnOrder:
+    """The order of a queue without a pool."""
 
     def __init__(self) -> None:
-        self.free_blocks: EvictionPolicy = LRUEviction(1)
+        self.num_blocks = 0
+        self._blocks: dict[int, Any] = {}
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._blocks.values())
+
+    def remove(self, block: Any) -> None:
+        del self._blocks[block.block_id]
+        self.num_blocks -= 1
+
+    def append(self, block: Any) -> None:
+        self._blocks[block.block_id] = block
+        self.num_blocks += 1
+
+
+class _PoolOrder:
+    """The order of a pool's free blocks."""
+
+    def __init__(self, pool: CorePool, blocks: PoolBlocks) -> None:
+        self._pool, self._blocks, self._single = pool, blocks, SingleBlocks(pool)
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self._blocks[block_id] for block_id in self._pool.free_block_ids())
+
+    @property
+    def num_blocks(self) -> int:
+        return self._pool.num_free_blocks
+
+    @num_blocks.setter
+    def num_blocks(self, num_blocks: int) -> None:
+        self._pool.num_free_blocks = num_blocks
+
+    def remove(self, block: Any) -> None:
+        self._single.remove_free(block.block_id)
+
+    def append(self, block: Any) -> None:
+        self._single.append_free([block.block_id])
 
 
 class _QueueEnd:
@@ -62,60 +82,62 @@ class _QueueEnd:
 
 
 class FreeKVCacheBlockQueue:
-    """The free blocks in the order of their reuse. Constructed, it is a queue of its own over the given blocks."""
+    """The free blocks in the order of their reuse. Constructed, it is a queue of its own over the given blocks.
+
+    As upstream's, the queue of a pool neither counts who holds a block nor takes it out of the prefix cache.
+    """
 
     def __init__(self, blocks: Sequence[Any]) -> None:
-        self._bind(_LoneQueue(), {block.block_id: block for block in blocks})
+        self._bind(_OwnOrder())
         self.append_n(blocks)
 
     @classmethod
     def of_pool(cls, pool: CorePool, blocks: PoolBlocks) -> FreeKVCacheBlockQueue:
         """The view of a pool's free blocks."""
         self = cls.__new__(cls)
-        self._bind(pool, blocks)
+        self._bind(_PoolOrder(pool, blocks))
         return self
 
-    def _bind(self, holder: CorePool | _LoneQueue, blocks: Any) -> None:
-        self._holder, self._blocks = holder, blocks
+    def _bind(self, order: _Order) -> None:
+        self._order = order
         self.fake_free_list_head, self.fake_free_list_tail = _QueueEnd(self), _QueueEnd(self)
 
     @property
     def num_free_blocks(self) -> int:
-        """Number of free blocks. Set, the pool believes it; set to the true number, it counts again."""
-        return len(self._holder.free_blocks)
+        """Number of free blocks. Set, it is believed, and goes on being counted from there."""
+        return self._order.num_blocks
 
     @num_free_blocks.setter
     def num_free_blocks(self, num_blocks: int) -> None:
-        order = self._holder.free_blocks
-        if isinstance(order, _MiscountedOrder):
-            order = order.order
-        num_blocks_off = num_blocks - len(order)
-        self._holder.free_blocks = _MiscountedOrder(order, num_blocks_off) if num_blocks_off else order
+        self._order.num_blocks = num_blocks
 
     def get_all_free_blocks(self) -> list[Any]:
         """The free blocks, the next to be reused first."""
-        return [self._blocks[block_id] for block_id in self._holder.free_blocks]
+        return list(self._order)
 
     def popleft(self) -> Any:
         """Take the next block."""
-        if not self.num_free_blocks:
-            raise ValueError("the queue of free blocks is empty")
         return self.popleft_n(1)[0]
 
     def popleft_n(self, n: int) -> list[Any]:
         """Take the next `n` blocks."""
-        return [self._blocks[block_id] for block_id in self._holder.free_blocks.pop(n)]
+        blocks = list(islice(self._order, n))
+        if len(blocks) < n:
+            found = f"found {len(blocks)}" if blocks else "found the queue empty"
+            raise ValueError(f"cannot take {n} blocks: expected as many free ones, {found}")
+        for block in blocks:
+            self.remove(block)
+        return blocks
 
     def remove(self, block: Any) -> None:
         """Take one block out of the middle."""
-        self._holder.free_blocks.remove(block.block_id)
+        self._order.remove(block)
 
     def append(self, block: Any) -> None:
         """Put one block at the end."""
-        self.append_n([block])
+        self._order.append(block)
 
-    def append_n(self, blocks: Sequence[Any]) -> None:
+    def append_n(self, blocks: Iterable[Any]) -> None:
         """Put blocks at the end."""
-        if isinstance(self._blocks, dict):
-            self._blocks.update((block.block_id, block) for block in blocks)
-        self._holder.free_blocks.push([block.block_id for block in blocks])
+        for block in blocks:
+            self.append(block)

@@ -12,10 +12,14 @@ from typing import Any
 from vllm.v1 import kv_cache_interface as specs
 
 from vllm_kvplug.allocation import GroupPlan, SlotDemand
+from vllm_kvplug.block_pool import NULL_BLOCK_ID
 from vllm_kvplug.block_pool import BlockPool as CorePool
+from vllm_kvplug.block_run import Hit
+from vllm_kvplug.block_states import hash_and_group, num_holders
+from vllm_kvplug.errors import CallError
 from vllm_kvplug.groups import AttentionGroup, group_class
 from vllm_kvplug.groups.base import NO_LIMIT
-from vllm_kvplug.groups.table import BlockTable
+from vllm_kvplug.groups.table import BlockTable, Hold
 from vllm_kvplug.vllm_glue.geometry import group_geometry_of
 from vllm_kvplug.vllm_glue.upstream_views.blocks import BlockRow
 from vllm_kvplug.vllm_glue.upstream_views.pool import BlockPool
@@ -25,11 +29,12 @@ class RequestBlocks(MutableMapping[str, Any]):
     """Request id -> its blocks in one group.
 
     A row that is set becomes the request's: it holds the pool's blocks of these ids, and the given list follows
-    what happens to them.
+    what happens to them. Free blocks, and those that `BlockPool.get_new_blocks` handed out, are its own from then on;
+    those in the prefix cache or in another table it holds once more, and caches nothing up to the last of them.
     """
 
-    def __init__(self, pool: CorePool, group: AttentionGroup) -> None:
-        self._pool, self._group = pool, group
+    def __init__(self, block_pool: BlockPool, group: AttentionGroup) -> None:
+        self._block_pool, self._group = block_pool, group
         self._given: dict[str, tuple[BlockTable, list[Any]]] = {}
 
     def __getitem__(self, request_id: str) -> Any:
@@ -40,12 +45,33 @@ class RequestBlocks(MutableMapping[str, Any]):
 
     def __setitem__(self, request_id: str, blocks: list[Any]) -> None:
         block_ids = [block.block_id for block in blocks]
-        self._pool.check_block_ids(block_ids)
+        pool, single = self._block_pool.core, self._block_pool.single_blocks
+        pool.check_block_ids(block_ids)
+        named = [block_id for block_id in block_ids if block_id != NULL_BLOCK_ID]
+        if len(named) != len(set(named)):
+            raise CallError(f"request {request_id!r}: expected each block once in its row, found {block_ids}")
+        for block_id in {*named} - {*self._group.block_ids(request_id)}:
+            single.check_usable(block_id, "hold")
+            single.run(block_id)  # or an error, before anything changes
         self._group.free(request_id)
-        self._pool.acquire(block_ids)
         table = self._group._table(request_id)
-        table.block_ids = block_ids
+        for position, block_id in enumerate(block_ids):
+            if block_id != NULL_BLOCK_ID:
+                if self._is_for_the_taking(block_id):
+                    single.make_loose(block_id)
+                else:
+                    single.hold([block_id])
+                    table.holds.append(Hold(position, single.run(block_id), 1))
+                    table.num_cached_blocks = position + 1
+            table.block_ids.append(block_id)
         self._given[request_id] = table, blocks
+
+    def _is_for_the_taking(self, block_id: int) -> bool:
+        """Whether the block is free or nobody's, and not cached."""
+        pool = self._block_pool.core
+        tables = [table for group in self._block_pool.groups for table in group.tables.values()]
+        is_in_table = any(block_id in table.block_ids for table in tables)
+        return hash_and_group(pool, block_id) is None and num_holders(pool, block_id) <= 1 and not is_in_table
 
     def __delitem__(self, request_id: str) -> None:
         if request_id not in self._group.tables:
@@ -66,7 +92,7 @@ class RequestBlocks(MutableMapping[str, Any]):
             blocks[:] = self._row(request_id)
 
     def _row(self, request_id: str) -> BlockRow:
-        return BlockRow(self._pool, self._group.tables[request_id].block_ids)
+        return BlockRow(self._block_pool.core, self._group.tables[request_id].block_ids)
 
 
 class SingleTypeKVCacheManager:
@@ -111,7 +137,8 @@ class SingleTypeKVCacheManager:
         self.enable_caching = enable_caching
         self.block_size = group.num_tokens_per_block
         self.kv_cache_group_id = group.group_id
-        self.req_to_blocks = RequestBlocks(block_pool.core, group)
+        self.req_to_blocks = RequestBlocks(block_pool, group)
+        block_pool.groups.append(group)
 
     @property
     def num_cached_block(self) -> dict[str, int]:
@@ -146,10 +173,10 @@ class SingleTypeKVCacheManager:
         num_tokens_per_block = groups[0].num_tokens_per_block
         num_blocks = max(max_length // num_tokens_per_block - num_blocks_beyond_hit, 0)
         while True:
-            rows = [group.match(block_hashes, num_blocks, alignment_tokens // num_tokens_per_block) for group in groups]
-            num_blocks = min(map(len, rows))
-            if all(len(row) == num_blocks for row in rows):
-                return tuple(BlockRow(core, row) for row in rows)
+            hits = [group.match(block_hashes, num_blocks, alignment_tokens // num_tokens_per_block) for group in groups]
+            num_blocks = min(map(len, hits))
+            if all(len(hit) == num_blocks for hit in hits):
+                return tuple(BlockRow(core, hit.block_ids) for hit in hits)
 
     def get_num_blocks_to_allocate(
         self,
@@ -164,7 +191,7 @@ class SingleTypeKVCacheManager:
         More than there are where the group cannot serve the hits in the present step.
         """
         demand = self._demand(num_tokens, num_tokens_main_model, total_computed_tokens)
-        plan = self._plan(request_id, demand, new_computed_blocks)
+        plan = self._plan(request_id, demand, self._hit(new_computed_blocks, is_for_plan=True))
         return self.block_pool.num_gpu_blocks + 1 if plan.defers else plan.num_free_blocks_needed
 
     def allocate_new_computed_blocks(
@@ -177,15 +204,16 @@ class SingleTypeKVCacheManager:
         """Give the request its hits, and blocks for external tokens."""
         num_tokens = num_local_computed_tokens + num_external_computed_tokens
         demand = self._demand(num_tokens, num_tokens, num_local_computed_tokens, num_external_computed_tokens)
-        plan = self._plan(request_id, demand, new_computed_blocks)
-        self._group.admit(request_id, plan)
+        hit = self._hit(new_computed_blocks, is_for_plan=False)
+        plan = self._plan(request_id, demand, hit)
+        self._group.admit(request_id, plan, hit)
         self._group.take_external(request_id, plan)
         self.req_to_blocks.update_given(request_id)
 
     def allocate_new_blocks(self, request_id: str, num_tokens: int, num_tokens_main_model: int) -> BlockRow:
         """Give the request blocks until it has slots for `num_tokens` tokens; answers the new ones."""
         demand = self._demand(num_tokens, num_tokens_main_model)
-        plan = self._group.plan(request_id, demand, (), is_admission=False)
+        plan = self._group.plan(request_id, demand, is_admission=False)
         block_ids = self._group.take_new(request_id, plan)
         self.req_to_blocks.update_given(request_id)
         return BlockRow(self.block_pool.core, block_ids)
@@ -202,12 +230,14 @@ class SingleTypeKVCacheManager:
             max_model_len=NO_LIMIT,
         )
 
-    def _plan(self, request_id: str, demand: SlotDemand, new_computed_blocks: Sequence[Any]) -> GroupPlan:
-        block_ids = [block.block_id for block in new_computed_blocks]
-        is_admission = not self._group.block_ids(request_id)
+    def _hit(self, new_computed_blocks: Sequence[Any], *, is_for_plan: bool) -> Hit:
         # Who drives a group alone may invent its hits: they need be of the pool, not cached.
-        self.block_pool.core.check_block_ids(block_ids)
-        return self._group.plan(request_id, demand, block_ids, is_admission=is_admission)
+        block_ids = [block.block_id for block in new_computed_blocks]
+        return self.block_pool.single_blocks.hit(self.kv_cache_group_id, block_ids, is_for_plan=is_for_plan)
+
+    def _plan(self, request_id: str, demand: SlotDemand, hit: Hit) -> GroupPlan:
+        is_admission = not self._group.block_ids(request_id)
+        return self._group.plan(request_id, demand, hit, is_admission=is_admission)
 
     def cache_blocks(self, request: Any, num_tokens: int) -> None:
         """Cache the request's blocks that are full with its first `num_tokens` tokens."""

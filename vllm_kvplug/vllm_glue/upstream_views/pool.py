@@ -12,6 +12,7 @@ from vllm_kvplug.block import make_key
 from vllm_kvplug.block_pool import NULL_BLOCK_ID
 from vllm_kvplug.block_pool import BlockPool as CorePool
 from vllm_kvplug.errors import BlockError, CallError
+from vllm_kvplug.groups import AttentionGroup
 from vllm_kvplug.hash_row import HashRow
 from vllm_kvplug.observers import Observer, ObserverSet
 from vllm_kvplug.vllm_glue.manager import KVCacheManager
@@ -19,6 +20,7 @@ from vllm_kvplug.vllm_glue.observers import EventObserver, ResidencyObserver
 from vllm_kvplug.vllm_glue.upstream_views.blocks import KVCacheBlock, PoolBlocks
 from vllm_kvplug.vllm_glue.upstream_views.free_queue import FreeKVCacheBlockQueue
 from vllm_kvplug.vllm_glue.upstream_views.prefix_map import BlockHashToBlockMap, IndexesOnDemand
+from vllm_kvplug.vllm_glue.upstream_views.single_blocks import SingleBlocks
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
@@ -48,7 +50,7 @@ class BlockPool:
         observers: list[Observer] = [events] if events is not None else []
         if metrics_collector is not None:
             observers.append(ResidencyObserver(metrics_collector, enable_caching=enable_caching))
-        core = CorePool(num_gpu_blocks, 0, eviction.create("lru", num_gpu_blocks), ObserverSet(observers))
+        core = CorePool(num_gpu_blocks, 0, eviction.create("lru"), ObserverSet(observers))
         core.indexes = IndexesOnDemand()  # type: ignore[assignment]
         self._bind(core, events, enable_caching, hash_block_size)
 
@@ -61,6 +63,9 @@ class BlockPool:
 
     def _bind(self, core: CorePool, events: EventObserver | None, enable_caching: bool, hash_block_size: int) -> None:
         self.core, self._events = core, events
+        self.single_blocks = SingleBlocks(core)
+        # Whose tables hold its blocks: a manager's, or those that were constructed over this pool.
+        self.groups: list[AttentionGroup] = []
         self.num_gpu_blocks = core.num_blocks
         self.enable_caching = enable_caching
         self.hash_block_size = hash_block_size
@@ -113,13 +118,14 @@ class BlockPool:
         all_hashes = HashRow(request.block_hashes, block_size // self.hash_block_size)
         block_hashes = all_hashes[num_cached_blocks:num_full_blocks]
         block_ids = [block.block_id for block in new_blocks]
-        if all(block._pool is self.core for block in new_blocks):
-            self.core.cache(kv_cache_group_id, block_ids, block_hashes)
-        else:
-            # Blocks of somebody else: they keep their own hash, and only the index is ours.
-            for block, block_hash in zip(new_blocks, block_hashes, strict=True):
-                block.block_hash = make_key(block_hash, kv_cache_group_id)
-                self.cached_block_hash_to_block.insert(block.block_hash, block)
+        for block, block_hash in zip(new_blocks, block_hashes, strict=True):
+            if block.is_null:
+                continue
+            key = make_key(block_hash, kv_cache_group_id)
+            if block.block_hash is not None:
+                raise BlockError(f"cannot cache block {block.block_id}: expected no hash, found {block.block_hash!r}")
+            self.cached_block_hash_to_block.insert(key, block)
+            block.block_hash = key  # of a block of somebody else; one of this pool has it by now
         if self._events is not None:
             row = [NULL_BLOCK_ID] * num_cached_blocks + block_ids
             self._events.on_cache(
@@ -128,11 +134,11 @@ class BlockPool:
 
     def get_new_blocks(self, num_blocks: int) -> list[KVCacheBlock]:
         """Take free blocks."""
-        return [self.blocks[block_id] for block_id in self.core.take(num_blocks)]
+        return [self.blocks[block_id] for block_id in self.single_blocks.take(num_blocks)]
 
     def touch(self, blocks: Sequence[Any]) -> None:
         """Hold blocks once more."""
-        self.core.acquire([block.block_id for block in blocks])
+        self.single_blocks.hold([block.block_id for block in blocks])
 
     def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
         """Give blocks back, the first to be reused first."""
@@ -140,7 +146,7 @@ class BlockPool:
         for block in blocks:
             if isinstance(block._pool, CorePool) and block._pool is not self.core:
                 raise BlockError(f"cannot free block {block.block_id}: expected one of this pool, found another pool's")
-        self.core.release([block.block_id for block in blocks])
+        self.single_blocks.release([block.block_id for block in blocks])
 
     def evict_blocks(self, block_ids: set[int]) -> None:
         """Take blocks out of the prefix cache."""
