@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from vllm_kvplug import __version__
-from vllm_kvplug.cli import ab, demo, model, replay
+from vllm_kvplug.cli import ab, bench, demo, model, replay
 from vllm_kvplug.cli.models.catalogue import UnknownModelError
 from vllm_kvplug.errors import KVPlugError, SettingsError, TraceError, UsageError
 
@@ -28,6 +28,7 @@ app = typer.Typer(
 )
 app.add_typer(model.app, name="model")
 app.add_typer(ab.app, name="ab")
+app.add_typer(bench.app, name="bench")
 app.command("demo")(demo.command)
 app.command("replay")(replay.command)
 
