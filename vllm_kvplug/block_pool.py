@@ -134,7 +134,7 @@ class BlockPool:
             raise BlockError(
                 f"cannot take {num_blocks} blocks from the pool: {self.num_free_blocks} of {self.num_blocks} are free"
             )
-        if num_blocks == 1 and not self._worthless:
+        if num_blocks == 1 and not self._worthless:  # noqa: SIM108
             block_ids = [self._take_one()]
         else:
             block_ids = self._take_several(num_blocks)

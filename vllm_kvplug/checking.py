@@ -5,9 +5,9 @@ finding out of the call, which ends the engine. The wrappers are attributes of t
 methods, so the class, and every other manager, stays as it is.
 
 One check walks the pool and all tables. Measured with one group of full attention, every block cached, half of them
-held (Python 3.12, a virtual machine with 2 cores, both busy): 1 ms for 1,000 blocks, 16 to 23 ms for 10,000, 103 to
-138 ms for 100,000; a server's request of 4 tokens makes about 20 calls. `check_invariants_every` spreads the checks; a
-fault is then found some calls later. The recorded events take at most 1.8 kB for each block.
+held, in CPU time (Python 3.12, a virtual machine with 2 cores, both busy): 2 to 5 ms for 1,000 blocks, 25 to 28 ms for
+10,000, 350 to 456 ms for 100,000; a server's request of 4 tokens makes about 20 calls. `check_invariants_every` spreads
+the checks; a fault is then found some calls later. The recorded events take at most 1.8 kB for each block.
 """
 
 from __future__ import annotations

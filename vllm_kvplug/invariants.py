@@ -6,7 +6,7 @@ it; a run has as many references as tables hold it; a block is in one group's ta
 tables keep what their attention type promises; the decode shortcut's limits are what the groups answer; the eviction
 policy agrees with itself.
 
-A check walks the whole pool and all tables, 1 to 2 ms for each thousand blocks: see `checking.py` for the measured
+A check walks the whole pool and all tables, 2 to 5 ms for each thousand blocks: see `checking.py` for the measured
 costs, and for a server that checks itself.
 """
 
@@ -158,6 +158,26 @@ def _check_holds(layout: Layout, group: AttentionGroup, name: str, request_id: s
             if run.first_position != position:
                 yield differs(f"{where}: where its run begins", position, run.first_position, block_id, request_id)
     yield from _check_uncovered(name, request_id, table)
+    yield from _check_growing(name, request_id, table)
+
+
+def _check_growing(name: str, request_id: str, table: Any) -> Iterator[Finding]:
+    """Whether a run that takes the next cached block by the shortest way may do so."""
+    run = table.growing
+    if run is None or run.grower is not table:
+        return
+    what = f"{name}: the run that grows"
+    last = table.holds[-1] if table.holds else None
+    if last is None or last.run is not run:
+        yield differs(what, "that of its last hold", repr(run), None, request_id)
+        return
+    lengths = len(run.block_ids), len(run.block_hashes), table.num_cached_blocks - last.position
+    if lengths != (last.num_blocks,) * 3:
+        expected = f"{last.num_blocks} blocks, hashes and cached positions"
+        yield differs(what, expected, " and ".join(map(str, lengths)), run.block_ids[0], request_id)
+    if run.num_holders != 1 or table.first_unpublished is not None:
+        found = f"{run.num_holders} and {table.first_unpublished}"
+        yield differs(f"{what}: holders, and first unpublished", "1 and None", found, run.block_ids[0], request_id)
 
 
 def _check_uncovered(name: str, request_id: str, table: Any) -> Iterator[Finding]:

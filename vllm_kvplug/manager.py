@@ -395,7 +395,7 @@ class CacheManager:
     def get_blocks(self, request_id: str) -> KVCacheBlocks:
         """The blocks of a request; none for an unknown one."""
         tables = [group.tables.get(request_id) for group in self.groups]
-        if not any([table is not None and table.block_ids for table in tables]):
+        if not any(table is not None and table.block_ids for table in tables):
             return self.empty_kv_cache_blocks
         return HeldBlocks(self.pool, tables)
 

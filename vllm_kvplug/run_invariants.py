@@ -203,14 +203,17 @@ def _check_index(group_id: int, index: PrefixIndex, layout: Layout) -> Iterator[
             what = f"group {group_id}, {short(block_hash)}: runs in the prefix index"
             yield differs(what, "an answering one and others", f"{index.run(block_hash)} and {list(others)}")
     for block_hash in {*index.runs, *duplicates}:
-        first = index.run(block_hash)
-        for run in (*(() if first is None else (first,)), *duplicates.get(block_hash, ())):
+        for run in (index.runs.get(block_hash), *duplicates.get(block_hash, ())):
+            if run is None:
+                continue
             if run not in alive:
                 what = f"group {group_id}, {short(block_hash)}: its run in the prefix index"
                 block_id = run.block_ids[0] if run.block_ids else None
                 yield differs(what, "one that is held or free", repr(run), block_id)
                 continue
-            hashes = hashes_of.setdefault(run, set(run.block_hashes))
+            if run not in hashes_of:
+                hashes_of[run] = set(run.block_hashes)
+            hashes = hashes_of[run]
             if run.block_ids and (run.group_id != group_id or block_hash not in hashes):
                 expected = f"group {group_id}, {short(block_hash)}"
                 found = f"group {run.group_id}, {', '.join(map(short, run.block_hashes)) or 'no hash'}"
@@ -239,12 +242,13 @@ def _check_hashes(manager: CacheManager, layout: Layout) -> Iterator[Finding]:
 
 
 def _check_answers(run: BlockRun, index: PrefixIndex) -> Iterator[Finding]:
+    runs = index.runs
     for block_id, block_hash in zip(run.block_ids, run.block_hashes, strict=False):
         if block_hash is None:
             if run.is_intact:
                 yield differs(f"block {block_id}: hash in an intact run", "one", "none", block_id)
             continue
-        answering = index.run(block_hash)
+        answering = runs.get(block_hash)
         if answering is not run:
             if run not in index._duplicates.get(block_hash, {}):
                 where = f"in the index of group {run.group_id} under {short(block_hash)}"

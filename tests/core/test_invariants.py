@@ -306,6 +306,22 @@ TABLE_DAMAGES: dict[str, tuple[Damage, str]] = {
         lambda m: setattr(run_at(m, 1), "first_position", 5),
         "group 0, position 0: where its run begins: expected 0, found 5",
     ),
+    "growing run that is not the last hold's": (
+        lambda m: table(m).grow_from_now_on(run_at(m, 5)),
+        "group 0: the run that grows: expected that of its last hold, found BlockRun(3 blocks",
+    ),
+    "growing run that is not all cached": (
+        lambda m: (table(m).grow_from_now_on(run_at(m, 1)), bump(table(m), "num_cached_blocks")),
+        "group 0: the run that grows: expected 2 blocks, hashes and cached positions, found 2 and 2 and 3",
+    ),
+    "growing run of several": (
+        lambda m: (table(m).grow_from_now_on(run_at(m, 1)), bump(run_at(m, 1), "num_holders")),
+        "group 0: the run that grows: holders, and first unpublished: expected 1 and None, found 2 and None",
+    ),
+    "growing run of what is not published": (
+        lambda m: (table(m).grow_from_now_on(run_at(m, 1)), setattr(table(m), "first_unpublished", 2)),
+        "group 0: the run that grows: holders, and first unpublished: expected 1 and None, found 1 and 2",
+    ),
     "null block in a hold": (
         lambda m: put(table(m).block_ids, 0, 0),
         "group 0, position 0: null block: expected in no hold, found it in one",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -86,7 +87,12 @@ def _run(measure: Callable[[], BenchReport], kind: str, output: Path | None, *, 
     from vllm_kvplug.evals.setting import run_folder
 
     folder = run_folder(output, kind)
-    report = measure()
+    try:
+        report = measure()
+    except BaseException:
+        with contextlib.suppress(OSError):  # it has something in it
+            folder.rmdir()
+        raise
     write_report(report, folder)
     if as_json:
         print(report.model_dump_json(indent=1))

@@ -1,4 +1,4 @@
-"""The `kvplug` command. Each subcommand is a module. None imports vLLM, except for `replay` while it runs."""
+"""The `kvplug` command. Each subcommand is a module. Only `replay` and `bench` import vLLM, while they run."""
 
 from __future__ import annotations
 

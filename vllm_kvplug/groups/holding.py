@@ -70,25 +70,24 @@ def _take_part(
     """A hold that goes in part: each piece of it stays before, goes, or stays behind."""
     going: list[BlockRun] = []
     staying_behind: list[Hold] = []
-    for position, run, _, num_blocks in list(hold.pieces()):
-        run_end = position + num_blocks
+    for start, piece, _, num_blocks in list(hold.pieces()):
+        run, position, run_end = piece, start, start + num_blocks
         if position < first < run_end:
             holds.append(Hold(position, run, first - position))
             run, position = pool.split(run, first - position), first
         if position < first:
             holds.append(Hold(position, run, run_end - position))
-            continue
-        if position < end < run_end:
+        elif position >= end:
+            staying_behind.append(Hold(position, run, run_end - position))
+        elif run_end <= end:
+            going.append(run)
+        else:
             if run.num_holders == 1:
                 going.append(pool.cut_head(run, end - position))
             else:
                 going.append(run)
                 run = pool.split(run, end - position)
             staying_behind.append(Hold(end, run, run_end - end))
-        elif position >= end:
-            staying_behind.append(Hold(position, run, run_end - position))
-        else:
-            going.append(run)
     runs += reversed(going)
     behind += reversed(staying_behind)
 

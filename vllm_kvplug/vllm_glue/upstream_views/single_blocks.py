@@ -46,6 +46,7 @@ class SingleBlocks:
             run = pool.split(run, offset)
         if len(run.block_ids) > 1:
             pool.split(run, 1)
+        run.grower = None  # something happens to it
         return run
 
     def _settle(self) -> None:
