@@ -17,7 +17,7 @@ LOCK = UV_PYTHON_DOWNLOADS=never "$$uv" pip compile --quiet --universal --python
 	--generate-hashes --no-emit-index-url --custom-compile-command "make lock"
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo ab test lint format conformance lock wheel clean
+.PHONY: help env demo ab test bench lint format conformance lock wheel clean
 
 help:  ## Show the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -37,6 +37,9 @@ ab: env  ## A small accuracy and a small throughput comparison of upstream and k
 
 test: env  ## Run the test suites (SUITES=... for some)
 	@$(BIN)/python -m tests.suites $(SUITES)
+
+bench: env  ## Time the calls of kvplug's manager, kept in .benchmarks/ (docs/performance.md)
+	@$(BIN)/python -m pytest tests/benchmarks/bench_*.py -q --benchmark-autosave --benchmark-columns=min,median,iqr,rounds
 
 lint: env  ## ruff and mypy
 	@$(BIN)/ruff check .
@@ -62,5 +65,5 @@ wheel: env  ## Build the wheel into dist/
 
 clean:  ## Remove what was built here (the models stay in the user's cache folder)
 	@rm -rf $(VENV) .uv build dist *.egg-info packaging/vllm-cpu-metadata/*.egg-info packaging/vllm-cpu-metadata/build \
-		.pytest_cache .mypy_cache .ruff_cache .hypothesis
+		.pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -76,10 +76,14 @@ def result_table(report: BenchReport) -> Table:
         ],
         rows=[
             [row.name, row.what, *_costs(row), *_ratios(row), *numbers.goal(row.goal), numbers.reached(row)]
-            for row in report.rows
-            if row.in_table
+            for row in shown_rows(report)
         ],
     )
+
+
+def shown_rows(report: BenchReport) -> list[RowResult]:
+    """The rows of the table; all, where only others were asked for."""
+    return [row for row in report.rows if row.in_table] or report.rows
 
 
 def _costs(row: RowResult) -> list[str]:
@@ -169,7 +173,7 @@ def print_summary(report: BenchReport, console: Console) -> None:
     shown.add_column("")
     for column in (first, second, "ratio", "median", "goal", "reached"):
         shown.add_column(Text(column), justify="right")
-    rows = [row for row in report.rows if row.in_table] or report.rows
+    rows = shown_rows(report)
     for row, following in zip(rows, [*rows[1:], None], strict=True):
         style = _STYLES.get(row.reached or "", "")
         shown.add_row(

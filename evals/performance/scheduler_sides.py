@@ -89,6 +89,9 @@ def _scheduler(choice: SideChoice, num_running: int, num_blocks: int) -> Any:
     for name in ("scheduler_config", "cache_config"):
         setattr(vllm_config, name, copy.copy(getattr(base, name)))
     vllm_config.scheduler_config.max_num_seqs = num_running
+    # All prompts in one step, so that the requests stay in the phases that their lengths put them in.
+    vllm_config.scheduler_config.max_num_batched_tokens = num_running * (NUM_PROMPT_TOKENS + NUM_TOKENS_PER_BLOCK)
+    vllm_config.scheduler_config.max_num_scheduled_tokens = None
     vllm_config.cache_config.num_gpu_blocks = num_blocks
     if choice.manager != "upstream" or choice.settings:
         manager = ManagerChoice(name=choice.manager, config=dict(choice.settings))
