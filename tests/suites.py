@@ -6,6 +6,7 @@ Each has a process of its own. A suite that fails does not stop the next. Exit s
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 import tempfile
@@ -14,22 +15,44 @@ import xml.etree.ElementTree
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.processors import ONE_THREAD, num_cpus
+
 TESTS = Path(__file__).parent
-# Name -> pytest folder; `core` imports no vLLM and takes seconds. Upstream's own tests are fetched and have a runner of
-# their own, `python -m tests.conformance`; `harness` tests that runner.
-FOLDERS = {
-    "core": "core",
-    "lockstep": "lockstep",
-    "scheduler": "scheduler",
-    "faults": "faults",
-    "glue": "glue",
-    "cli": "cli",
-    "evals": "evals",
-    "conformance": None,
-    "harness": "conformance",
-    "serving": "serving",
+
+
+@dataclass(frozen=True)
+class Suite:
+    """What to run.
+
+    Attributes:
+        folder: pytest's; None: `python -m tests.conformance`.
+        split_by: pytest-xdist's way to share it among two workers, where there are two CPUs. `worksteal`: any test to
+            any worker; `loadfile`: a file's tests stay together, in their order. None: one process.
+    """
+
+    folder: str | None
+    split_by: str | None = None
+
+
+# In their order. Split is what takes minutes, for little in it uses a second core by itself: an engine computes on one
+# thread here. `core` imports no vLLM and takes seconds.
+SUITES = {
+    "core": Suite("core"),
+    "lockstep": Suite("lockstep", "worksteal"),
+    "scheduler": Suite("scheduler", "worksteal"),
+    "faults": Suite("faults", "worksteal"),
+    "glue": Suite("glue", "worksteal"),
+    # Its tests of the wheel share one.
+    "cli": Suite("cli", "loadfile"),
+    "evals": Suite("evals", "worksteal"),
+    # Upstream's own tests are fetched and have a runner of their own, which runs its two sides at once.
+    "conformance": Suite(None),
+    # Of that runner.
+    "harness": Suite("conformance", "worksteal"),
+    # The tests of a file share a server, and the last one stops it.
+    "serving": Suite("serving", "loadfile"),
 }
-NAMES = tuple(FOLDERS)
+NAMES = tuple(SUITES)
 
 
 @dataclass(frozen=True)
@@ -50,15 +73,21 @@ def run_suite(name: str) -> Outcome:
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.xml"
-        folder = FOLDERS[name]
-        if folder is None:
+        suite = SUITES[name]
+        # With it every process would compile vLLM and torch again, for more than half of the seconds that it starts in.
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+        if suite.folder is None:
             command = [sys.executable, "-m", "tests.conformance"]
         else:
-            options = ["-q", "--durations=3", f"--junit-xml={report}"]
-            command = [sys.executable, "-m", "pytest", str(TESTS / folder), *options]
-        status = subprocess.run(command, cwd=TESTS.parent, stdin=subprocess.DEVNULL, check=False).returncode
+            command = [sys.executable, "-m", "pytest", str(TESTS / suite.folder)]
+            command += ["-q", "--durations=3", f"--junit-xml={report}"]
+        if suite.split_by is not None and num_cpus() > 1:
+            command += ["-n", "2", "--dist", suite.split_by]
+            environment |= ONE_THREAD
+        done = subprocess.run(command, cwd=TESTS.parent, env=environment, stdin=subprocess.DEVNULL, check=False)
+        status = done.returncode
         passed, failed, skipped = _counts(report)
-    if folder is None:
+    if suite.folder is None:
         passed = int(status == 0)
     elif passed == 0:
         status = status or 1

@@ -16,7 +16,8 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         if body is not None:
             (tmp_path / name / f"test_{name}.py").write_text(f"def test_it():\n    {body}\n")
     monkeypatch.setattr(suites, "TESTS", tmp_path)
-    monkeypatch.setattr(suites, "FOLDERS", {name: name for name in ("bad", "empty", "good")})
+    found = {name: suites.Suite(name, "loadfile" if name == "good" else None) for name in ("bad", "empty", "good")}
+    monkeypatch.setattr(suites, "SUITES", found)
     monkeypatch.setattr(suites, "NAMES", ("bad", "empty", "good"))
     return tmp_path
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.conformance import verdict
@@ -26,6 +27,7 @@ from tests.conformance.expectations import (
 from tests.conformance.offline_hub import hub_folder
 from tests.conformance.sdist import VLLM_VERSION, SuiteError, suite_folder
 from tests.conformance.verdict import Results
+from tests.processors import ONE_THREAD, num_cpus
 
 OURS = "vllm_kvplug.vllm_glue.upstream_views"
 PLUGIN_FOLDER = Path(__file__).parent / "plugin"
@@ -49,12 +51,27 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--upstream-only and --kvplug-only exclude each other")
 
     try:
-        upstream = None if options.kvplug_only else run_suite(options.suite, None, pytest_arguments)
-        ours = None if options.upstream_only else run_suite(options.suite, options.module, pytest_arguments)
+        sides = [None] if options.upstream_only else [options.module] if options.kvplug_only else [None, options.module]
+        found = run_sides(options.suite, sides, pytest_arguments)
     except SuiteError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return _print_report(options.suite, upstream, ours)
+    return _print_report(options.suite, found.get(None), found.get(options.module))
+
+
+def run_sides(suite: str, sides: list[str | None], pytest_arguments: list[str]) -> dict[str | None, Results]:
+    """Run each side, see `run_suite`; both at once where there are two CPUs. What a side prints comes when it is over.
+
+    Raises:
+        SuiteError: one of them could not run.
+    """
+    # Made before both sides ask for them.
+    suite_folder()
+    for name in SUITES[suite]:
+        hub_folder(_with_weights(name))
+    with ThreadPoolExecutor(min(len(sides), num_cpus())) as pool:
+        running = {side: pool.submit(run_suite, suite, side, pytest_arguments) for side in sides}
+        return {side: future.result() for side, future in running.items()}
 
 
 def run_suite(suite: str, module: str | None, pytest_arguments: list[str]) -> Results:
@@ -73,14 +90,12 @@ def run_suite(suite: str, module: str | None, pytest_arguments: list[str]) -> Re
 
 
 def _run_list(name: str, module: str | None, pytest_arguments: list[str]) -> Results:
-    hub = hub_folder(with_weights=name in ("end_to_end", "slow"))
-    folder = suite_folder()
-    print(f"{name} tests of vLLM {VLLM_VERSION} with {module or 'plain upstream'}:", flush=True)
+    hub, folder = hub_folder(_with_weights(name)), suite_folder()
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.json"
         node_file = Path(scratch) / "node_ids.txt"
         node_file.write_text("\n".join(node_ids(name)))
-        environment = _environment(hub, report, module)
+        environment = _environment(hub, report, module) | {"TMPDIR": scratch}
         if module is not None:
             expected_to_fail = Path(scratch) / "expected_to_fail.txt"
             expected_to_fail.write_text("\n".join(listed_tests()))
@@ -88,8 +103,18 @@ def _run_list(name: str, module: str | None, pytest_arguments: list[str]) -> Res
         command = [sys.executable, "-m", "pytest", "-p", "kvplug_swap", "-p", "no:cacheprovider", "-q", "-W", "ignore"]
         command += [f"--timeout={TEST_TIMEOUT_S[name]}", "--tb=short", *pytest_arguments, f"@{node_file}"]
         started = time.monotonic()
-        done = subprocess.run(command, cwd=folder, env=environment, check=False)
-        print(f"({time.monotonic() - started:.0f} s)", flush=True)
+        done = subprocess.run(
+            command,
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            check=False,
+        )
+        heading = f"{name} tests of vLLM {VLLM_VERSION} with {module or 'plain upstream'}:"
+        print(f"{heading}\n{done.stdout}({time.monotonic() - started:.0f} s)\n", end="", flush=True)
         if not report.exists():
             raise SuiteError(f"pytest wrote no report (exit status {done.returncode}); its own output is above")
         results = Results.of_report(json.loads(report.read_text()))
@@ -97,6 +122,10 @@ def _run_list(name: str, module: str | None, pytest_arguments: list[str]) -> Res
         # Nothing was asked to be left out: a test that is not there counts as not run.
         results = Results(node_ids(name), results.outcomes, results.messages, results.swapped)
     return results
+
+
+def _with_weights(name: str) -> bool:
+    return name in ("end_to_end", "slow")
 
 
 def _environment(hub: Path, report: Path, module: str | None) -> dict[str, str]:
@@ -114,6 +143,8 @@ def _environment(hub: Path, report: Path, module: str | None) -> dict[str, str]:
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONPATH": str(PLUGIN_FOLDER),
         "KVPLUG_SWAP_REPORT": str(report),
+        # The sides run at once, and each has its own temporary files: upstream's tests share some by name.
+        **ONE_THREAD,
     }
     if module is not None:
         environment["KVPLUG_SWAP"] = module

@@ -133,4 +133,4 @@ def test_inheriting_from_upstream_is_found() -> None:
 def test_a_missing_replacement_is_found(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SuiteError, match="wrote no report"):
         run_candidate("incomplete")
-    assert "does not replace: BlockPool" in capfd.readouterr().err
+    assert "does not replace: BlockPool" in capfd.readouterr().out

@@ -68,7 +68,8 @@ def test_mixed_up_blocks_lose_accuracy(tmp_path: Path, monkeypatch: pytest.Monke
             limit=40,
             num_concurrent=8,
             # All prefixes stay: most requests hit, and every second of those is answered with foreign blocks.
-            server_args=["--max-model-len", "512", "--num-gpu-blocks-override", "300"],
+            # bfloat16 takes a CPU without instructions for it about four times as long.
+            server_args=["--dtype", "float32", "--max-model-len", "512", "--num-gpu-blocks-override", "300"],
             choices=choices(candidate=MIXED_UP),
         )
     )

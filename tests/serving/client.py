@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import httpx
@@ -42,9 +44,11 @@ class Client:
             choice["text"], choice["finish_reason"], usage["prompt_tokens"], details.get("cached_tokens") or 0
         )
 
-    def stream(self, prompt: str, max_tokens: int, **extra: Any) -> Iterator[dict[str, Any]]:
+    def stream(self, prompt: str, max_tokens: int, **extra: Any) -> Generator[dict[str, Any]]:
         """The server-sent events of a streamed completion. Closing the iterator closes the connection."""
-        body = self._body(prompt, max_tokens, stream=True, stream_options={"include_usage": True}, **extra)
+        # The tokens so far come with every event: an event may have several.
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        body = self._body(prompt, max_tokens, stream=True, stream_options=options, **extra)
         with self._http.stream("POST", "/v1/completions", json=body) as answer:
             answer.raise_for_status()
             for line in answer.iter_lines():
@@ -87,6 +91,68 @@ class Client:
 
     def _body(self, prompt: str, max_tokens: int, **extra: Any) -> dict[str, Any]:
         return {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **extra}
+
+
+class RunningRequest:
+    """A streamed request that has begun to generate; a thread reads it until it ends, or until the `with` does.
+
+    What shows something only of a running request needs one that is far from its end, however slow the machine is:
+    give it many tokens, see that `still_runs`, and let it be hung up.
+
+    Attributes:
+        text, num_tokens: what came until now.
+        finish_reason: None until it has ended, and after it was hung up.
+    """
+
+    def __init__(self, client: Client, prompt: str, max_tokens: int) -> None:
+        self.text, self.num_tokens, self.finish_reason = "", 0, None
+        self._client, self._prompt, self._max_tokens = client, prompt, max_tokens
+        self._num_before = self._num_served()
+        self._hang_up = threading.Event()
+        self._thread = threading.Thread(target=self._read, daemon=True)
+
+    def __enter__(self) -> RunningRequest:
+        self._thread.start()
+        self.wait_for_tokens(1)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._hang_up.set()
+        self._thread.join()
+
+    def wait_for_tokens(self, num_tokens: int) -> None:
+        """Wait until so many have come; AssertionError if it ends before."""
+        wait_until(lambda: self.num_tokens >= num_tokens or self._has_ended(), f"{num_tokens} tokens came", TIMEOUT_S)
+        found = f"ended ({self.finish_reason}) after {self.num_tokens} tokens, expected at least {num_tokens}"
+        assert self.num_tokens >= num_tokens, found
+
+    def wait_for_end(self) -> None:
+        """Wait for its last token."""
+        wait_until(self._has_ended, "the request has ended", TIMEOUT_S)
+
+    def still_runs(self) -> None:
+        """AssertionError unless it goes on: more tokens come of it than the server has made since before it."""
+        self.wait_for_tokens(int(self._num_served() - self._num_before) + 1)
+        assert self.finish_reason is None, self.finish_reason
+
+    def _has_ended(self) -> bool:
+        return not self._thread.is_alive()
+
+    def _num_served(self) -> float:
+        return self._client.metric("vllm:generation_tokens_total")
+
+    def _read(self) -> None:
+        events = self._client.stream(self._prompt, self._max_tokens, ignore_eos=True)
+        for event in events:
+            for choice in event["choices"]:
+                self.text += choice["text"]
+                self.finish_reason = choice["finish_reason"]
+            self.num_tokens = event["usage"]["completion_tokens"]
+            if self._hang_up.is_set():
+                break
+        events.close()
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 60.0) -> None:

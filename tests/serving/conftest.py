@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.serving.client import Client
+from tests.serving.engine_run import DTYPE
 from vllm_kvplug.cli.model import ensure_model
 from vllm_kvplug.cli.server_process import ServerProcess
 
@@ -17,6 +18,7 @@ SERVER_ARGS = [
     "--kv-cache-manager=kvplug",
     '--kv-cache-manager-config={"check_invariants": "log"}',
     "--served-model-name=default",
+    f"--dtype={DTYPE}",
     "--enforce-eager",
     "--block-size=16",
     f"--num-gpu-blocks-override={NUM_BLOCKS}",

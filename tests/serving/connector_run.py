@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.serving.engine_run import ENVIRONMENT, TOPICS
+from tests.serving.engine_run import DTYPE, ENVIRONMENT, TOPICS
 
 SUBJECTS = (
     "bread",
@@ -43,6 +43,7 @@ def run(manager: str, model: str, policy: str, folder: str) -> dict[str, Any]:
     llm = LLM(
         model,
         kv_cache_manager=manager,
+        dtype=DTYPE,
         enforce_eager=True,
         block_size=16,
         num_gpu_blocks_override=400,

@@ -31,7 +31,7 @@ def check_equal(upstream: dict[str, Any], kvplug: dict[str, Any], num_requests: 
 
 
 def test_the_default_model(model_path: str, tmp_path: Path) -> None:
-    check_equal(*run_both(model_path, "default", tmp_path), num_requests=64)
+    check_equal(*run_both(model_path, "default", tmp_path), num_requests=32)
 
 
 def test_a_model_of_three_kv_cache_groups(tmp_path: Path) -> None:
