@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 from tests.lockstep.compare import Both, Raised
 from tests.lockstep.oracle import longest_hit
 from tests.lockstep.progress import Progress
@@ -29,7 +31,11 @@ class Admissions(Progress):
         """Lookups of several requests before any is admitted, so that none sees what the others are about to cache."""
         waiting = self._in_phase(Phase.WAITING)
         first = which % len(waiting) if waiting else 0
-        twins = waiting[first : first + num_requests]
+        self._admit_all(waiting[first : first + num_requests], chunk_tokens, external, num_external_tokens, no_hits_as)
+
+    def _admit_all(
+        self, twins: list[Twin], chunk_tokens: int, external: int, num_external_tokens: int, no_hits_as: int
+    ) -> None:
         answers = [(twin, looked_up, _hashes(looked_up)) for twin in twins for looked_up in [self._lookup(twin)]]
         for twin, looked_up, hashes in answers:
             # An earlier admission may have evicted what this one had found.
@@ -67,6 +73,53 @@ class Admissions(Progress):
         twin = self._create(before.family, tokens, before.num_encoder_tokens, before.options)
         if twin is not None:
             self._admit(twin, self._lookup(twin), chunk_tokens, external, num_external_tokens, no_hits_as)
+
+    def recompute(self, which: int, ids_seed: int, num_requests: int, chunk_tokens: int, no_hits_as: int) -> None:
+        """Some cached blocks of a prompt are evicted, and several requests compute these anew at the same time: for
+        parts of what they cache the older blocks answer, for others theirs. The last request looks when they have.
+        """
+        twins = [*self._alive, *self._finished]
+        if not twins:
+            return
+        before, setup, state = twins[which % len(twins)], self.setup, self.pair.state
+        request, rng = before.upstream, random.Random(ids_seed)
+        hit = longest_hit(setup, request.block_hashes, request.num_tokens, state["cached blocks"])
+        block_ids = [block_id for row in hit.block_ids for block_id in row if block_id]
+        if not setup.evicts_held:
+            block_ids = [block_id for block_id in block_ids if block_id in set(state["free order"])]
+        if block_ids:
+            # Either some of them, or all but a part in the middle.
+            first = rng.randrange(len(block_ids))
+            outside = [*block_ids[:first], *block_ids[rng.randint(first + 1, len(block_ids)) :]]
+            some = rng.sample(block_ids, rng.randint(1, -(-len(block_ids) // 2)))
+            self.pair.call("evict_blocks", set(rng.choice([outside, some]) or some))
+            self.counts["prompts computed anew"] += 1
+        copies = [
+            self._create(before.family, before.prompt, before.num_encoder_tokens, before.options)
+            for _ in range(num_requests)
+        ]
+        created = [twin for twin in copies if twin is not None]
+        self._admit_all(created[:-1], chunk_tokens, 0, 0, no_hits_as)
+        for twin in created[-1:]:
+            self._admit(twin, self._lookup(twin), chunk_tokens, 0, 0, no_hits_as)
+
+    def branch(self, which: int, shares_seed: int, num_requests: int, chunk_tokens: int, no_hits_as: int) -> None:
+        """Requests that share their beginnings with another, each so much of it, all looked up before any is admitted:
+        what is one run for the first is split when the second takes its part.
+        """
+        twins = [*self._alive, *self._finished]
+        if not twins:
+            return
+        before, rng = twins[which % len(twins)], random.Random(shares_seed)
+        tokens, unit_tokens = list(before.upstream.all_token_ids), self.setup.unit_tokens
+        created = []
+        for _ in range(num_requests):
+            num_shared_tokens = rng.randint(0, len(tokens) // unit_tokens + 1) * unit_tokens
+            prompt = tokens[:num_shared_tokens]
+            end = min(len(prompt) + rng.randint(1, unit_tokens), self.setup.max_model_len - 1)
+            prompt += text(before.family, rng.randint(3, 9), len(prompt), end)
+            created.append(self._create(before.family, prompt[:end], before.num_encoder_tokens, before.options))
+        self._admit_all([twin for twin in created if twin is not None], chunk_tokens, 0, 0, no_hits_as)
 
     def _flood(self, before: Twin, percent: int) -> None:
         """A request that nobody repeats comes and goes, and takes so much of the free blocks that would go before the

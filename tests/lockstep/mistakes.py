@@ -7,7 +7,8 @@ together. A list, and so longer than other files. `mutation.py` says how one is 
 from __future__ import annotations
 
 from tests.lockstep.mistakes_groups import BY_GROUP
-from tests.lockstep.mutation import Edit, mistake
+from tests.lockstep.mistakes_runs import BY_RUN
+from tests.lockstep.mutation import FIRST_BLOCK_FIRST, Edit, mistake
 
 # "Keeping the exact order": the rules that one group of full attention has. (There max_model_len as the cap of computed
 # tokens shows in no answer there: slots and cached tokens have caps of their own.)
@@ -15,44 +16,55 @@ ORDER = (
     mistake(
         "free gives back the last block first",
         "groups.base.AttentionGroup.free",
-        "self._pool.release(block_ids[::-1])",
-        "self._pool.release(block_ids)",
+        "self._pool.release(take_all(self.group_id, table))",
+        "runs = take_all(self.group_id, table)\n        " + FIRST_BLOCK_FIRST.replace("\n", "\n        "),
     ),
     mistake(
         "only blocks that nobody holds any more become free",
         "block_pool.BlockPool.release",
-        "counts[block_id] = count\n",
-        "counts[block_id] = count; freed.append(block_id)\n",
+        "if run.num_holders <= 0:",
+        "if True:",
     ),
     mistake(
         "freed blocks are reused in the order in which they were freed",
-        "eviction.lru.LRUEviction._pop_ordinary",
-        "popleft = self._freed.popleft",
-        "popleft = self._freed.pop",
+        "eviction.lru.LRUEviction.push",
+        "self._places.append(run.place)",
+        "self._places.appendleft(run.place)",
     ),
     mistake(
         "a block that was hit and freed again goes by its last freeing",
-        "eviction.lru.LRUEviction._pop_ordinary",
-        "if block_id not in self._num_stale:",
-        "if block_id in self._num_stale and self._freed.count(block_id) or block_id not in self._num_stale:",
+        "eviction.lru.LRUEviction.push",
+        "run.place = [run]\n",
+        "if any(run.place is place for place in self._places):\n"
+        "            self._num_empty -= not run.place\n"
+        "            run.place.append(run)\n"
+        "            continue\n"
+        "        run.place = [run]\n",
+        Edit("eviction.lru.LRUEviction.remove", "place, run.place = run.place, None", "place = run.place"),
     ),
     mistake(
         "blocks that were never used come before freed ones",
-        "eviction.lru.LRUEviction._pop_ordinary",
-        "first + num_blocks",
-        "first + max(num_blocks - self._num_freed, 0)",
+        "block_pool.BlockPool._take_several",
+        "if first < self.num_blocks:",
+        "if first < self.num_blocks and num_blocks > sum(len(run.block_ids) for run in self.free_runs()):",
+    ),
+    mistake(
+        "a block that was never used comes before a freed one, if a single one is taken",
+        "block_pool.BlockPool._take_one",
+        "if block_id < self.num_blocks:",
+        "if block_id < self.num_blocks and not any(run.block_ids for run in self.policy):",
     ),
     mistake(
         "the capacity check counts hit blocks that are free",
         "groups.base.AttentionGroup._plan_prefix",
-        "num_free_hit_blocks=self._pool.num_free_among(kept_block_ids)",
+        "num_free_hit_blocks=num_free_among(hit_parts)",
         "num_free_hit_blocks=0",
     ),
     mistake(
         "the capacity check does not count hit blocks in use",
-        "block_pool.BlockPool.num_free_among",
-        "if not counts[block_id] and",
-        "if",
+        "groups.base.num_free_among",
+        " if not part.run.num_holders",
+        "",
     ),
     mistake(
         "the last free block may be taken",
@@ -63,62 +75,77 @@ ORDER = (
     mistake(
         "hits are held before new blocks are taken",
         "groups.base.AttentionGroup.admit",
-        "self._pool.acquire(plan.hit_block_ids)",
+        "table.holds.append(Hold(position, acquire(run, offset, num_blocks), num_blocks))",
         "pass",
         Edit(
             "groups.base.AttentionGroup.take_new",
             "return self._take(self._table(request_id), plan.num_new_blocks)",
-            "new = self._take(self._table(request_id), plan.num_new_blocks); "
-            "self._pool.acquire(plan.hit_block_ids); return new",
+            "new = self._take(self._table(request_id), plan.num_new_blocks)\n"
+            "    self._table(request_id).holds += "
+            "[Hold(part[0], self._pool.acquire(*part[1:]), part[3]) for part in plan.hit_parts]\n"
+            "    return new",
         ),
-    ),
+    ).tried_where(lambda setup: not setup.aligned_block_tokens),
     mistake(
         "a hit takes a free block out of the order",
         "block_pool.BlockPool.acquire",
-        "self.free_blocks.remove(block_id)",
+        "self.policy.remove(run)",
         "pass",
     ),
     mistake(
         "of duplicates the first inserted answers",
         "prefix_index.PrefixIndex.insert",
-        "[block_id] = None",
-        "[self._first[block_hash]] = None; self._first[block_hash] = block_id",
+        "self.set_aside(block_hash, run)",
+        "self.set_aside(block_hash, first[block_hash]); first[block_hash] = run",
     ),
     mistake(
         "when it goes, the next oldest takes its place",
-        "prefix_index.PrefixIndex.remove",
+        "prefix_index.PrefixIndex.remove_one",
         "next(iter(others))",
         "next(reversed(others))",
     ),
     mistake(
         "a block loses its hash when it is taken again",
-        "block_pool.BlockPool.take",
-        "if hashes[block_id] is not None:",
+        "block_pool.BlockPool._eat",
+        "if num_left < len(run.block_hashes):",
+        "if False:",
+    ),
+    mistake(
+        "a block loses its hash when it alone is taken again",
+        "block_pool.BlockPool._take_one",
+        "if len(run.block_hashes) > len(run.block_ids):",
         "if False:",
     ),
     mistake(
         "a freed block keeps its hash",
         "block_pool.BlockPool.release",
-        "freed.append(block_id)",
-        "freed.append(block_id), self.block_hashes[block_id] is not None and self._drop_hash(block_id)",
+        "run.grower = None",
+        "run.grower = None; self.uncache(run, 0, len(run.block_ids))",
     ),
     mistake(
         "a freed block without a hash takes its place in the order",
         "block_pool.BlockPool.release",
-        "self.free_blocks.push(freed)",
-        "self.free_blocks.push(sorted(freed, key=lambda block_id: self.block_hashes[block_id] is None))",
+        "self.policy.push(freed)\n",
+        "self.policy.push(freed)\n"
+        "        for run in freed:\n"
+        "            if len(run.block_hashes) < len(run.block_ids):\n"
+        "                rest = self.split(run, len(run.block_hashes)) if run.block_hashes else run\n"
+        "                self.policy.remove(rest)\n"
+        "                self.policy.push([rest])\n",
     ),
     mistake(
         "running means that there is a cached count, not that it is above zero",
-        "groups.base.AttentionGroup.admit",
-        "if not table.is_admitted:",
-        "if not table.num_cached_blocks:",
+        "groups.base.AttentionGroup.check_admission",
+        "not table.is_admitted:",
+        "not table.num_cached_blocks:",
+        Edit("groups.base.AttentionGroup._plan_prefix", "table.is_admitted:", "table.num_cached_blocks:"),
+        Edit("groups.base.AttentionGroup.admit", "if table.is_admitted:", "if table.num_cached_blocks:"),
     ),
     mistake(
         "asking for the common prefix of an unknown request makes it count",
         "groups.full_attention.FullAttentionGroup.num_common_prefix_blocks",
-        "self._table(request_id).block_ids",
-        "self.block_ids(request_id)",
+        "table = self._table(request_id)",
+        "table = self.tables.get(request_id) or self._table_class()",
     ),
     mistake(
         "caching stops at request.num_tokens, drafts are not cached",
@@ -128,15 +155,15 @@ ORDER = (
     ),
     mistake(
         "no slots beyond max_model_len",
-        "allocation.SlotDemand.num_slot_tokens",
-        "min(self.num_tokens_after_step + self.num_lookahead_tokens, self.max_model_len)",
-        "self.num_tokens_after_step + self.num_lookahead_tokens",
+        "allocation.SlotDemand.__init__",
+        "min(self.num_tokens_after_step + num_lookahead_tokens, max_model_len)",
+        "self.num_tokens_after_step + num_lookahead_tokens",
     ),
     mistake(
         "the null block is never handed out",
-        "eviction.lru.LRUEviction.__init__",
-        "self._next_unused = 1",
-        "self._next_unused = 0",
+        "block_pool.BlockPool.__init__",
+        "self._next_unused = num_reserved_blocks",
+        "self._next_unused = num_reserved_blocks - 1",
     ),
     mistake(
         "the null block does not count in usage",
@@ -175,8 +202,8 @@ BY_MODULE = (
     mistake(
         "evict_blocks reaches blocks in use",
         "block_pool.BlockPool.uncache",
-        "if self.block_hashes[block_id] is not None:",
-        "if self.block_hashes[block_id] is not None and not self.reference_counts[block_id]:",
+        "if offset >= end:",
+        "if offset >= end or run.num_holders:",
     ),
     mistake(
         "reset is refused while blocks are held",
@@ -187,18 +214,18 @@ BY_MODULE = (
     mistake(
         "reset takes the hash of every block",
         "block_pool.BlockPool.reset",
-        "self.block_hashes = [None] * self.num_blocks",
+        "run.block_hashes.clear()",
         "pass",
     ),
     mistake(
         "a lookup stays below its limit",
         "prefix_index.PrefixIndex.match",
-        "islice(block_hashes, max_num_blocks)",
-        "block_hashes",
+        "min(max_num_blocks, len(block_hashes))",
+        "len(block_hashes)",
     ),
     mistake(
         "the other duplicates stay when one goes",
-        "prefix_index.PrefixIndex.remove",
+        "prefix_index.PrefixIndex.remove_one",
         "if not others:",
         "if True:",
     ),
@@ -216,14 +243,14 @@ BY_MODULE = (
     ),
     mistake(
         "lookahead tokens need slots",
-        "allocation.SlotDemand.num_slot_tokens",
-        " + self.num_lookahead_tokens",
+        "allocation.SlotDemand.__init__",
+        " + num_lookahead_tokens",
         "",
     ),
     mistake(
         "external tokens come before the new ones",
-        "allocation.SlotDemand.num_present_tokens",
-        " + self.num_external_tokens",
+        "allocation.SlotDemand.__init__",
+        " + num_external_tokens",
         "",
     ),
     mistake(
@@ -235,8 +262,8 @@ BY_MODULE = (
     mistake(
         "the last token of a prompt is always computed",
         "manager.CacheManager.get_computed_blocks",
-        "request.num_tokens - 1",
-        "request.num_tokens",
+        "num_tokens - 1)",
+        "num_tokens)",
     ),
     mistake(
         "a request may ask not to read the cache",
@@ -296,7 +323,7 @@ BY_MODULE = (
     mistake(
         "hits are cached already",
         "groups.base.AttentionGroup.admit",
-        "table.num_cached_blocks = len(table.block_ids)",
+        "table.num_cached_blocks = plan.num_null_blocks + plan.num_hit_blocks",
         "table.num_cached_blocks = 0",
     ),
     mistake(
@@ -381,15 +408,14 @@ BY_MODULE = (
     mistake(
         "statistics count a lookup when it is admitted (F10)",
         "manager.CacheManager.get_computed_blocks",
-        "self._hits_to_report_tokens[request.request_id] = num_hit_tokens",
+        "self._lookups[request.request_id] = _Lookup(asked, blocks, num_hit_tokens)",
         "[notify(request, num_hit_tokens) for notify in self._observers.on_admit]",
     ),
     mistake(
         "statistics forget a lookup whose request goes (F10)",
         "manager.CacheManager.free",
-        "self._hits_to_report_tokens.pop(request_id, None)",
-        "[notify(request, hit) for hit in [self._hits_to_report_tokens.pop(request_id, None)] if hit is not None "
-        "for notify in self._observers.on_admit]",
+        "self._lookups.pop(request_id, None)",
+        "self._note_admission(request)",
     ),
     mistake(
         "BlockRemoved is sent with the last copy only (F13)",
@@ -399,15 +425,15 @@ BY_MODULE = (
     ),
     mistake(
         "BlockRemoved is sent with the last copy (F13)",
-        "prefix_index.PrefixIndex.remove",
+        "prefix_index.PrefixIndex.remove_one",
         "return False",
         "return True",
     ),
     mistake(
         "a new block is named once (F14)",
         "groups.base.AttentionGroup.take_unreported_block_ids",
-        "self._unreported_block_ids, {}",
-        "self._unreported_block_ids, dict(self._unreported_block_ids)",
+        "self._unreported_rows, [], 0",
+        "self._unreported_rows, self._unreported_rows, 0",
     ),
     mistake(
         "a new block is named once over all groups (F14)",
@@ -442,25 +468,25 @@ FAILED_LOADS = tuple(
         mistake(
             "what was published after a failed block leaves the index (F15)",
             "groups.base.AttentionGroup.stop_publishing",
-            "self._pool.uncache(table.block_ids[position : table.num_cached_blocks])",
+            "self._pool.uncache(run, max(first_bad - position, 0), num_blocks)",
             "pass",
         ),
         mistake(
             "nothing is published from the failed block on (F15)",
-            "groups.base.AttentionGroup.cache_full_blocks",
+            "groups.base.AttentionGroup._cache_up_to",
             "if table.first_unpublished is not None:",
             "if False:",
         ),
         mistake(
             "the blocks before a failed one may be published (F15)",
-            "groups.base.AttentionGroup.cache_full_blocks",
+            "groups.base.AttentionGroup._cache_up_to",
             "end_block = min(end_block, table.first_unpublished)",
             "end_block = first_block",
         ),
         mistake(
             "of two failed blocks the first counts (F15)",
             "groups.base.AttentionGroup.stop_publishing",
-            "if table.first_unpublished is None or position < table.first_unpublished:",
+            "if table.first_unpublished is None or first_bad < table.first_unpublished:",
             "if table.first_unpublished is None:",
         ),
         mistake(
@@ -472,22 +498,28 @@ FAILED_LOADS = tuple(
         mistake(
             "blocks before a failed one are not reused first (F15)",
             "groups.base.AttentionGroup.free",
-            "self._pool.release(block_ids[: table.first_unpublished][::-1])",
-            "self._pool.release(block_ids[: table.first_unpublished][::-1], is_worthless=True)",
+            "table, 0, min(end, first_bad)))",
+            "table, 0, min(end, first_bad)), is_worthless=True)",
         ),
         mistake(
             "worthless blocks are handed out before all others (F15)",
-            "eviction.lru.LRUEviction.pop",
-            "return popped + self._pop_ordinary(num_blocks - num_worthless)",
-            "return self._pop_ordinary(num_blocks - num_worthless) + popped",
+            "block_pool.BlockPool._take_several",
+            "while worthless and len(block_ids) < num_blocks:",
+            "while worthless and self.num_free_blocks - sum(len(run.block_ids) for run in worthless) < num_blocks:",
+        ),
+        mistake(
+            "a worthless block is handed out before all others, if a single one is taken (F15)",
+            "block_pool.BlockPool.take",
+            "if num_blocks == 1 and not self._worthless:",
+            "if num_blocks == 1 and self.num_free_blocks > sum(len(run.block_ids) for run in self._worthless):",
         ),
         mistake(
             "worthless blocks keep the order in which they were freed (F15)",
-            "eviction.lru.LRUEviction.push_first",
-            "self._worthless.extendleft(reversed(block_ids))",
-            "self._worthless.extendleft(block_ids)",
+            "block_pool.BlockPool.release",
+            "self._worthless.extendleft(reversed(freed))",
+            "self._worthless.extendleft(freed)",
         ),
     )
 )
 
-MISTAKES = (*ORDER, *BY_MODULE, *FAILED_LOADS, *BY_GROUP)
+MISTAKES = (*ORDER, *BY_MODULE, *FAILED_LOADS, *BY_GROUP, *BY_RUN)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tests.lockstep.mutation import Edit, Mistake, mistake
+from tests.lockstep.mutation import FIRST_BLOCK_FIRST, Edit, Mistake, mistake
 from tests.lockstep.trace import Setup
 
 
-def _has(*names: str, caching: bool = False, eagle: bool = False, several: bool = False) -> Callable[[Setup], bool]:
+def has(*names: str, caching: bool = False, eagle: bool = False, several: bool = False) -> Callable[[Setup], bool]:
     """A condition on the setups in which a mistake can show: a group of one of these names, and more."""
 
     def needs(setup: Setup) -> bool:
@@ -22,13 +22,13 @@ def _has(*names: str, caching: bool = False, eagle: bool = False, several: bool 
     return needs
 
 
-def _in(needs: Callable[[Setup], bool], *mistakes: Mistake) -> tuple[Mistake, ...]:
+def tried_in(needs: Callable[[Setup], bool], *mistakes: Mistake) -> tuple[Mistake, ...]:
     """These mistakes, tried on such setups alone."""
     return tuple(one.tried_where(needs) for one in mistakes)
 
 
-_SLIDING = _in(
-    _has("sliding"),
+_SLIDING = tried_in(
+    has("sliding"),
     mistake(
         "the next token is in its own window",
         "groups.sliding_window.SlidingWindowGroup.num_skipped_tokens",
@@ -50,8 +50,8 @@ _SLIDING = _in(
     mistake(
         "a window's blocks are cut from the back",
         "groups.base.AttentionGroup._release_leading",
-        "block_ids[position:num_skipped_blocks][::-1]",
-        "block_ids[position:num_skipped_blocks]",
+        "self._pool.release(released)",
+        "runs = released\n        " + FIRST_BLOCK_FIRST.replace("\n", "\n        "),
     ),
     mistake(
         "blocks in part outside the window stay",
@@ -68,22 +68,33 @@ _SLIDING = _in(
     mistake(
         "positions behind the window hold the null block",
         "groups.base.AttentionGroup._release_leading",
-        "block_ids[position:num_skipped_blocks] = [NULL_BLOCK_ID] * len(released)",
+        "block_ids[position:num_skipped_blocks] = [NULL_BLOCK_ID] * (num_skipped_blocks - position)",
         "pass",
     ),
     mistake(
         "a window moves on even if the request is then refused",
         "manager.CacheManager._serve",
-        "self._coordinator.release_skipped(\n"
-        "        request_id, demand.num_present_tokens, self._num_confirmed_tokens(request, demand)\n"
-        "    )",
-        "confirmed = self._num_confirmed_tokens(request, demand)",
+        "self._coordinator.release_skipped(request_id, num_present_tokens, num_confirmed_tokens)",
+        "pass",
         Edit(
             "manager.CacheManager._note_admission",
-            "num_hit_tokens = self._hits",
+            "lookup = self._lookups",
             "self._coordinator.release_skipped("
             "request.request_id, request.num_computed_tokens, request.num_computed_tokens); "
-            "num_hit_tokens = self._hits",
+            "lookup = self._lookups",
+        ),
+        Edit(
+            "manager.CacheManager._grow_groups",
+            "    coordinator.release_skipped(request.request_id, num_computed_tokens, num_confirmed_tokens)\n"
+            "    grown = coordinator.grow(request, num_slot_tokens, num_cache_tokens)\n"
+            "    if grown is None:\n"
+            "        return None\n",
+            "    pass\n"
+            "    grown = coordinator.grow(request, num_slot_tokens, num_cache_tokens)\n"
+            "    if grown is None:\n"
+            "        return None\n"
+            "    if self._releases_skipped:\n"
+            "        coordinator.release_skipped(request.request_id, num_computed_tokens, num_confirmed_tokens)\n",
         ),
     ),
     mistake(
@@ -118,8 +129,8 @@ _SLIDING = _in(
     ),
 )
 
-_SLIDING_HITS = _in(
-    _has("sliding", caching=True),
+_SLIDING_HITS = tried_in(
+    has("sliding", caching=True),
     mistake(
         "a hit needs the whole window",
         "groups.sliding_window.SlidingWindowGroup.match",
@@ -140,21 +151,21 @@ _SLIDING_HITS = _in(
     ),
     mistake(
         "a gap in the window shortens the hit",
-        "groups.sliding_window.SlidingWindowGroup._cached_run",
+        "prefix_index.PrefixIndex.match_back",
         "break",
-        "continue",
+        "end -= 1; continue",
     ),
     mistake(
         "after a gap the search goes on before it",
         "groups.sliding_window.SlidingWindowGroup.match",
-        "missing = end - len(run) - 1",
+        "missing = (parts[-1].position if parts else end) - 1",
         "missing = 0",
     ),
     mistake(
         "hits behind the window are not taken over",
         "groups.base.AttentionGroup._plan_prefix",
-        "hit_block_ids[num_null_blocks:]",
-        "hit_block_ids",
+        "hit.parts_from(num_null_blocks)",
+        "hit.parts",
     ),
     mistake(
         "positions behind the window are filled with the null block",
@@ -164,9 +175,9 @@ _SLIDING_HITS = _in(
     ),
     mistake(
         "null blocks are not published",
-        "block_pool.BlockPool.cache",
-        "if block_id == NULL_BLOCK_ID:",
-        "if False:",
+        "groups.base.AttentionGroup._publish",
+        "while first < end and row[first] == NULL_BLOCK_ID:",
+        "while False:",
     ),
     mistake(
         "null blocks are not in BlockStored",
@@ -178,13 +189,13 @@ _SLIDING_HITS = _in(
         "no common prefix where windows move",
         "groups.base.AttentionGroup.num_common_prefix_blocks",
         "return 0",
-        "counts = self._pool.reference_counts; "
-        "return sum(counts[block_id] == len(self.tables) for block_id in self.block_ids(request_id))",
+        "pieces = [piece for hold in self._table(request_id).holds for piece in hold.pieces()]; "
+        "return sum(piece.num_blocks for piece in pieces if piece.run.num_holders == len(self.tables))",
     ),
 )
 
-_CHUNKED = _in(
-    _has("chunked"),
+_CHUNKED = tried_in(
+    has("chunked"),
     mistake(
         "a chunk that is full is left behind",
         "groups.chunked_local.ChunkedLocalGroup.num_skipped_tokens",
@@ -205,13 +216,16 @@ _CHUNKED = _in(
     ),
 )
 
-_CHUNKED_HITS = _in(
-    _has("chunked", caching=True),
+_CHUNKED_HITS = tried_in(
+    has("chunked", caching=True),
     mistake(
         "a hit needs the chunk's blocks",
         "groups.chunked_local.ChunkedLocalGroup.match",
-        "if block_id is None:\n                break\n            row.append(block_id)",
-        "row.append(block_id or 0)",
+        "if first + len(hit) == num_hit_blocks:\n"
+        "            return Hit([NULL_BLOCK_ID] * first + list(hit.block_ids), hit.parts)",
+        "return Hit("
+        "[NULL_BLOCK_ID] * first + [*hit.block_ids, *[NULL_BLOCK_ID] * num_hit_blocks][: num_hit_blocks - first], "
+        "hit.parts)",
     ),
     mistake(
         "blocks before the chunk need not be cached",
@@ -222,13 +236,13 @@ _CHUNKED_HITS = _in(
     mistake(
         "a hit that ends in the chunk is one",
         "groups.chunked_local.ChunkedLocalGroup.match",
-        "num_hit_blocks = first + len(row)",
+        "num_hit_blocks = first + len(hit)",
         "num_hit_blocks = first",
     ),
 )
 
-_MAMBA = _in(
-    _has("mamba none", "mamba all", "mamba align"),
+_MAMBA = tried_in(
+    has("mamba none", "mamba all", "mamba align"),
     mistake(
         "the last state is kept",
         "groups.mamba.MambaGroup.num_skipped_tokens",
@@ -261,19 +275,20 @@ _MAMBA = _in(
     ),
 )
 
-_MAMBA_HITS = _in(
-    _has("mamba all", "mamba align", caching=True),
+_MAMBA_HITS = tried_in(
+    has("mamba all", "mamba align", caching=True),
     mistake(
         "a state hits by itself",
         "groups.mamba.MambaGroup.match",
-        "[NULL_BLOCK_ID] * (num_hit_blocks - 1) + [block_id]",
-        "[get(block_hashes[i]) or NULL_BLOCK_ID for i in range(num_hit_blocks - 1)] + [block_id]",
+        "[NULL_BLOCK_ID] * position + list(hit.block_ids)",
+        "[index.get(block_hashes[i]) or NULL_BLOCK_ID for i in range(position)] + list(hit.block_ids)",
     ),
     mistake(
         "the last state that is cached hits",
         "groups.mamba.MambaGroup.match",
-        "if block_id is not None:",
-        "if block_id is not None and all(get(block_hashes[i]) is None for i in range(num_hit_blocks - 1)):",
+        "index.run(block_hashes[position]) is not None:",
+        "[index.run(block_hash) is None for block_hash in block_hashes[:num_hit_blocks]] == "
+        "[True] * position + [False]:",
     ),
     mistake(
         "a state that was cached in this step is deferred",
@@ -284,8 +299,8 @@ _MAMBA_HITS = _in(
     mistake(
         "only the state that is hit can defer",
         "groups.mamba.MambaGroup._was_cached_this_step",
-        "bool(hit_block_ids) and self._pool.block_hashes[hit_block_ids[-1]] in self._hashes_cached_this_step",
-        "bool(hit_block_ids and self._hashes_cached_this_step)",
+        "last.run.block_hashes[last.offset + last.num_blocks - 1] in self._hashes_cached_this_step",
+        "bool(self._hashes_cached_this_step)",
     ),
     mistake(
         "a step's deferrals end with it",
@@ -308,8 +323,8 @@ _MAMBA_HITS = _in(
     mistake(
         "one group that defers defers all",
         "coordinator.Coordinator.plan",
-        "any(plan.defers for plan in plans)",
-        "all(plan.defers for plan in plans)",
+        "any([plan.defers for plan in plans])",
+        "all([plan.defers for plan in plans])",
     ),
     mistake(
         "Mamba drops no block for a drafter",
@@ -319,8 +334,8 @@ _MAMBA_HITS = _in(
     ),
 )
 
-_ALIGNED = _in(
-    _has("mamba align"),
+_ALIGNED = tried_in(
+    has("mamba align"),
     mistake(
         "lookahead tokens have no state",
         "groups.mamba.AlignedMambaGroup.plan",
@@ -383,17 +398,17 @@ _ALIGNED = _in(
     ),
 )
 
-_ALIGNED_HITS = _in(
-    _has("mamba align", caching=True),
+_ALIGNED_HITS = tried_in(
+    has("mamba align", caching=True),
     mistake(
         "the null block is no evictable hit",
-        "block_pool.BlockPool.num_free_among",
-        " and block_id != NULL_BLOCK_ID",
-        "",
+        "groups.mamba.AlignedMambaGroup.plan",
+        "num_free_among(hit.parts)",
+        "num_free_among(hit.parts) + list(hit.block_ids).count(NULL_BLOCK_ID)",
     ),
 )
 
-_FEWER_POSITIONS = _in(
+_FEWER_POSITIONS = tried_in(
     lambda setup: setup.num_draft_tokens > 0 and any(group.is_aligned for group in setup.groups),
     mistake(
         "a step may want fewer positions than there are (F3)",
@@ -403,8 +418,8 @@ _FEWER_POSITIONS = _in(
     ),
 )
 
-_CROSS = _in(
-    _has("cross"),
+_CROSS = tried_in(
+    has("cross"),
     mistake(
         "the encoder's tokens decide on cross-attention's blocks",
         "groups.cross_attention.CrossAttentionGroup.plan",
@@ -420,7 +435,7 @@ _CROSS = _in(
     mistake(
         "cross-attention has no external tokens and no hits",
         "groups.cross_attention.CrossAttentionGroup.check_admission",
-        "if hit_block_ids:",
+        "if num_hit_blocks:",
         "if is_admission and self.block_ids(request_id):",
     ),
     mistake(
@@ -431,8 +446,8 @@ _CROSS = _in(
     ),
 )
 
-_SINK = _in(
-    _has("sink"),
+_SINK = tried_in(
+    has("sink"),
     mistake(
         "sinks are reserved",
         "geometry.CacheGeometry.num_reserved_blocks",
@@ -441,9 +456,9 @@ _SINK = _in(
     ),
     mistake(
         "sinks are not in usage",
-        "block_pool.BlockPool.num_usable_blocks",
-        "self.num_blocks - self.num_reserved_blocks",
-        "self.num_blocks - 1",
+        "block_pool.BlockPool.__init__",
+        "self.num_usable_blocks = self.num_free_blocks = num_blocks - num_reserved_blocks",
+        "self.num_usable_blocks, self.num_free_blocks = num_blocks - 1, num_blocks - num_reserved_blocks",
     ),
     mistake(
         "a sink's tokens are spread over all ranks",
@@ -459,8 +474,8 @@ _SINK = _in(
     ),
 )
 
-_SEVERAL = _in(
-    _has(several=True),
+_SEVERAL = tried_in(
+    has(several=True),
     mistake(
         "a block's hash is of its group",
         "block.make_key",
@@ -470,8 +485,8 @@ _SEVERAL = _in(
     mistake(
         "the capacity check adds up the groups",
         "coordinator.Coordinator.plan",
-        "sum(plan.num_free_blocks_needed for plan in plans)",
-        "max(plan.num_free_blocks_needed for plan in plans)",
+        "sum([plan.num_free_blocks_needed for plan in plans])",
+        "max([plan.num_free_blocks_needed for plan in plans])",
     ),
     mistake(
         "groups are freed in their order",
@@ -482,8 +497,8 @@ _SEVERAL = _in(
     mistake(
         "groups release in their order",
         "coordinator.Coordinator.release_skipped",
-        "for group in self.groups:",
-        "for group in self.groups[::-1]:",
+        "for group in self._releasing_groups:",
+        "for group in self._releasing_groups[::-1]:",
     ),
     mistake(
         "groups take new blocks in their order",
@@ -525,8 +540,8 @@ _SEVERAL = _in(
     ),
 )
 
-_SEVERAL_HITS = _in(
-    _has(several=True, caching=True),
+_SEVERAL_HITS = tried_in(
+    has(several=True, caching=True),
     mistake(
         "a hit is what all groups serve",
         "coordinator.Coordinator.match",
@@ -536,7 +551,7 @@ _SEVERAL_HITS = _in(
     mistake(
         "full attention's hit is cut to the others'",
         "coordinator.Coordinator.match",
-        "del row[num_blocks:]",
+        "hits[group.group_id] = hit.up_to(num_blocks)",
         "pass",
     ),
     mistake(
@@ -559,7 +574,7 @@ _SEVERAL_HITS = _in(
     ),
 )
 
-_EXTERNAL = _in(
+_EXTERNAL = tried_in(
     lambda setup: len(setup.groups) > 1 and setup.enable_caching and setup.has_connector,
     mistake(
         "the hits of all groups are held before anything is taken (F1)",
@@ -569,8 +584,8 @@ _EXTERNAL = _in(
     ),
 )
 
-_EAGLE = _in(
-    _has(caching=True, eagle=True),
+_EAGLE = tried_in(
+    has(caching=True, eagle=True),
     mistake(
         "with eagle the last hit block is computed again",
         "coordinator.Coordinator._max_hit_tokens",
@@ -580,8 +595,8 @@ _EAGLE = _in(
     mistake(
         "with eagle a block after the hit is cached",
         "groups.full_attention.FullAttentionGroup.match",
-        "max(len(block_ids) - self.num_blocks_beyond_hit, 0)",
-        "len(block_ids)",
+        "max(len(hit) - self.num_blocks_beyond_hit, 0)",
+        "len(hit)",
     ),
     mistake(
         "with eagle a window has a block after the hit cached",

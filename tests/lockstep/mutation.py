@@ -20,6 +20,14 @@ from unittest import mock
 
 from tests.lockstep.trace import Setup
 
+# Statements for a mistake: give `runs`, the last of a request first, back the other way round, block by block.
+FIRST_BLOCK_FIRST = """blocks = []
+for run in runs[::-1]:
+    blocks.append(run)
+    while len(blocks[-1].block_ids) > 1:
+        blocks.append(self._pool.split(blocks[-1], 1))
+self._pool.release(blocks)"""
+
 
 class MistakeDoesNotFit(Exception):
     """The text that a mistake replaces is not there (any more)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from tests.lockstep.compare import Both, Pair
+from tests.lockstep.structures import count_structures
 from tests.lockstep.trace import FRESH_EMPTY, SHARED_EMPTY, Setup
 from tests.lockstep.twins import Phase, Twin, text
 
@@ -23,6 +24,7 @@ class Population:
         self.setup = setup
         self.counts = counts
         self.pair = Pair(setup, counts, stops_at_invariants=stops_at_invariants)
+        count_structures(self.pair.managers.ours, counts)
         self._alive: list[Twin] = []
         self._finished: list[Twin] = []
         self._num_created = 0

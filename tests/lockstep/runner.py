@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from tests.lockstep.compare import Mismatch
 from tests.lockstep.deviations import TRIGGERS
 from tests.lockstep.driver import Driver
+from tests.lockstep.structures import STRUCTURES
 from tests.lockstep.trace import Op, Setup, draw_trace
 
 # What a run must have seen at least once to prove anything, and what the summary shows.
@@ -26,6 +27,8 @@ TRAFFIC = (
     "retries admitted",
     "preemptions",
     "resumptions",
+    "late outputs",
+    "prompts computed anew",
     "aborts",
     "duplicates",
     "resets",
@@ -75,7 +78,7 @@ SETUPS = (
     "setups: prefix caching off",
 )
 EXCUSED = tuple(f"excused {deviation_id}" for deviation_id in TRIGGERS)
-MUST_HAPPEN = (*TRAFFIC, *GROUPS, *SETUPS, *EXCUSED)
+MUST_HAPPEN = (*TRAFFIC, *STRUCTURES, *GROUPS, *SETUPS, *EXCUSED)
 
 
 @dataclass

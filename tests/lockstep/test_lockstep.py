@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.lockstep.deviations import TRIGGERS
-from tests.lockstep.mutation import mistake
+from tests.lockstep.mistakes import ORDER
 from tests.lockstep.options import option
 from tests.lockstep.runner import GROUPS, MUST_HAPPEN, SETUPS, TRAFFIC, report, run_ops, run_seed
+from tests.lockstep.structures import STRUCTURES
 from tests.lockstep.trace import draw_trace
 
 
@@ -34,12 +35,7 @@ def test_both_managers_agree(request: pytest.FixtureRequest, capsys: pytest.Capt
 
 
 def test_a_failure_is_shrunk_and_can_be_repeated() -> None:
-    wrong_order = mistake(
-        "free gives back the last block first",
-        "groups.base.AttentionGroup.free",
-        "self._pool.release(block_ids[::-1])",
-        "self._pool.release(block_ids)",
-    )
+    wrong_order = next(one for one in ORDER if one.rule == "free gives back the last block first")
     num_ops = 60
     with wrong_order.applied():
         failures = {seed: run_seed(seed, num_ops, Counter()) for seed in range(10)}
@@ -68,7 +64,7 @@ def _print_summary(title: str, counts: Counter[str]) -> None:
     console.print(title)
     table = Table(*["what happened", "times"] * 2)
     table.columns[1].justify = table.columns[3].justify = "right"
-    names = [*TRAFFIC, *GROUPS, *SETUPS]
+    names = [*TRAFFIC, *STRUCTURES, *GROUPS, *SETUPS]
     half = -(-len(names) // 2)
     for left, right in zip_longest(names[:half], names[half:], fillvalue=""):
         table.add_row(left, f"{counts[left]:,}", right, f"{counts[right]:,}" if right else "")

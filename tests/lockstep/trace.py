@@ -121,7 +121,7 @@ def draw_setup(rng: random.Random) -> Setup:
         enable_caching=enable_caching,
         use_eagle=use_eagle,
         log_stats=rng.random() < 0.7,
-        enable_kv_cache_events=rng.random() < 0.7,
+        enable_kv_cache_events=rng.random() < 0.55,
         takes_each_call=rng.random() < 0.5,
         async_scheduling=rng.random() < 0.35,
         # Upstream's scheduler refuses external tokens where Mamba's states are aligned.
@@ -229,6 +229,26 @@ _OPS: dict[str, tuple[float, _Draw]] = {
             "flood_percent": rng.choice([0, rng.randint(70, 105), rng.randint(90, 100)]),
         },
     ),
+    "branch": (
+        2,
+        lambda rng, setup: {
+            "which": rng.randrange(16),
+            "shares_seed": rng.randrange(10**6),
+            "num_requests": rng.randint(1, 3),
+            "chunk_tokens": _draw_chunk(rng, setup),
+            "no_hits_as": rng.choice([SHARED_EMPTY, FRESH_EMPTY, NO_ANSWER]),
+        },
+    ),
+    "recompute": (
+        2,
+        lambda rng, setup: {
+            "which": rng.randrange(16),
+            "ids_seed": rng.randrange(10**6),
+            "num_requests": rng.randint(2, 4),
+            "chunk_tokens": _draw_chunk(rng, setup),
+            "no_hits_as": rng.choice([SHARED_EMPTY, FRESH_EMPTY, NO_ANSWER]),
+        },
+    ),
     "step": (16, _draw_step),
     "output": (16, _draw_output),
     "decode": (5, _draw_decode),
@@ -236,6 +256,14 @@ _OPS: dict[str, tuple[float, _Draw]] = {
     "cache": (
         1.5,
         lambda rng, setup: {"which": rng.randrange(12), "num_tokens": rng.randint(0, 6 * setup.unit_tokens)},
+    ),
+    "watched_step": (
+        3,
+        lambda rng, setup: {
+            "which": rng.randrange(12),
+            "chunk_tokens": rng.choice([10**6, 10**6, _draw_chunk(rng, setup)]),
+            "num_more_tokens": rng.randint(1, setup.unit_tokens),
+        },
     ),
     "session": (
         2,
@@ -246,6 +274,10 @@ _OPS: dict[str, tuple[float, _Draw]] = {
         },
     ),
     "preempt": (3, lambda rng, setup: {"which": rng.randrange(12), "num_late_tokens": rng.choice([0, 0, 1])}),
+    "late_output": (
+        2.5,
+        lambda rng, setup: {"which": rng.randrange(12), "num_tokens": rng.choice([1, 1, setup.unit_tokens])},
+    ),
     "finish": (5, _which),
     "abort": (2, _which),
     "load_done": (
