@@ -232,4 +232,58 @@ class HeldBlocks(KVCacheBlocks):
     def get_unhashed_block_ids(self) -> list[int]:
         # Connectors ask at each admission: the table knows it without a look at all runs.
         table = self._tables[0] if len(self._tables) == 1 else None
-        return table.unhashed_block_ids() if table is not None else super().get_unhashed_block_ids()
+        if table is None or table.is_gone:
+            return super().get_unhashed_block_ids()
+        return table.unhashed_block_ids()
+
+    @property
+    def blocks(self) -> tuple[Sequence[Any], ...]:
+        """`blocks[group][i]`, as objects."""
+        if self._blocks is None:
+            assert self._block_ids is not None
+            assert self._pool is not None
+            pool = self._pool
+            self._blocks = tuple(
+                [
+                    HeldRow(pool, row, group_id, table) if table is not None else BlockSequence(pool, row)
+                    for group_id, (row, table) in enumerate(zip(self._block_ids, self._tables, strict=True))
+                ]
+            )
+        return self._blocks
+
+
+class HeldBlockView(BlockView):
+    """A block at a position of a request's table, which knows its hash without a look at all runs."""
+
+    __slots__ = ("_position", "_row")
+
+    def __init__(self, row: HeldRow, position: int) -> None:
+        super().__init__(row._pool, row.block_ids[position])
+        self._row, self._position = row, position
+
+    @property
+    def block_hash(self) -> bytes | None:
+        """What the block is cached under, see `make_key`. None: not cached."""
+        table, position = self._row.table, self._position
+        if table.is_gone or position >= len(table.block_ids) or table.block_ids[position] != self.block_id:
+            return super().block_hash
+        block_hash = table.hash_at(position)
+        return None if block_hash is None else make_key(block_hash, self._row.group_id)
+
+
+class HeldRow(BlockSequence):
+    """A request's row of blocks in one group."""
+
+    __slots__ = ("group_id", "table")
+
+    def __init__(self, pool: BlockPool, block_ids: Sequence[int], group_id: int, table: BlockTable) -> None:
+        super().__init__(pool, block_ids)
+        self.group_id, self.table = group_id, table
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [HeldBlockView(self, position) for position in range(*index.indices(len(self)))]
+        return HeldBlockView(self, range(len(self))[index])
+
+    def __iter__(self) -> Iterator[BlockView]:
+        return (HeldBlockView(self, position) for position in range(len(self)))

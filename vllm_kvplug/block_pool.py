@@ -212,7 +212,7 @@ class BlockPool:
         run.num_holders += 1
         run.grower = None
         for notify in self._observers.on_acquire:
-            notify(run.block_ids)
+            notify(run.block_ids.copy())
         return run
 
     def release(self, runs: Sequence[BlockRun], *, is_worthless: bool = False) -> None:
@@ -233,7 +233,7 @@ class BlockPool:
                 freed.append(run)
         self._places = None  # there may be runs of blocks among them that were loose until now
         for run in freed:
-            run.grower = None
+            run.grower = run.rest = None
             self.num_free_blocks += len(run.block_ids)
             self.held_runs.pop(run, None)
         if is_worthless:
@@ -253,7 +253,6 @@ class BlockPool:
         del run.block_ids[num_blocks:]
         rest.block_hashes = run.block_hashes[num_blocks:]
         del run.block_hashes[num_blocks:]
-        rest.is_intact = run.is_intact
         run.grower = None
         rest.rest, run.rest = run.rest, rest
         self._move(rest.block_hashes, run, rest)
@@ -273,7 +272,6 @@ class BlockPool:
         del run.block_ids[:num_blocks]
         head.block_hashes = run.block_hashes[:num_blocks]
         del run.block_hashes[:num_blocks]
-        head.is_intact = run.is_intact
         run.first_position += num_blocks
         self._move(head.block_hashes, run, head)
         self.held_runs[head] = None
@@ -282,7 +280,7 @@ class BlockPool:
     def _move(self, block_hashes: Sequence[bytes | None], run: BlockRun, to_run: BlockRun) -> None:
         self._changed()
         if block_hashes:
-            self.indexes[run.group_id].move(block_hashes, run, to_run)
+            to_run.is_intact = self.indexes[run.group_id].move(block_hashes, run, to_run)
 
     # Caching
 

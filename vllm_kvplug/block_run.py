@@ -22,11 +22,13 @@ class BlockRun:
         group_id: the KV cache group whose index has the hashes.
         first_position: of the first block in the request that computed it.
         num_holders: requests that hold all of these blocks; 0: they are free.
-        rest: what was split off behind this run while it was held: a holder of more blocks than this run has goes on
-            there.
+        rest: what was split off behind this run. Only who holds more blocks than this run has may follow it: for all
+            others it may be out of date. None again when nobody holds the run, or only one who holds no more.
         is_intact: the index answers each of the hashes with this run. (Not so where another block had the hash before,
             or where one left the cache.)
-        grower: who may put further blocks at its end as they are cached; None as soon as anything else happens to it.
+        grower: the table whose last hold this run is, all of it cached and nobody else's: it may put further blocks at
+            its end as they are cached. None as soon as that may no longer be so: the run is hit, split, in part taken
+            out of the cache, or given back.
         place: where an eviction policy keeps a free run; the policy's own.
     """
 

@@ -1,5 +1,5 @@
-"""What is known of single blocks: for views, checks, tests, and callers who name blocks by id. The hot path works with
-runs and never comes here.
+"""What is known of single blocks: for views, checks, tests, and callers who name blocks by id, in time that grows with
+the pool. What vLLM's scheduler calls in each step works with runs and never comes here.
 """
 
 from __future__ import annotations

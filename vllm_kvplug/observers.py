@@ -11,7 +11,9 @@ from typing import Any
 
 
 class Observer:
-    """Base class: every hook does nothing. Hooks are called after the change that they tell of and must not raise."""
+    """Base class: every hook does nothing. Hooks are called after the change that they tell of (`on_withdraw` before
+    it) and must not raise.
+    """
 
     def on_admit(self, request: Any, num_hit_tokens: int) -> None:
         """A request was given its first slots after a lookup that had found `num_hit_tokens`. Lookups whose request was
@@ -22,10 +24,10 @@ class Observer:
         """Free blocks were handed out; those of them that were cached have left the prefix index (`on_evict`)."""
 
     def on_acquire(self, block_ids: Sequence[int]) -> None:
-        """A request holds blocks that its lookup found, null blocks among them."""
+        """A request holds blocks that its lookup found, which lie in one run."""
 
     def on_release(self, block_ids: Sequence[int]) -> None:
-        """A request gave up blocks, null blocks among them."""
+        """A request gave up blocks, the last first, which lie in one run."""
 
     def on_cache(
         self,

@@ -152,17 +152,25 @@ class PrefixIndex:
             del self._duplicates[block_hash]
         return False
 
-    def move(self, block_hashes: Iterable[bytes | None], run: BlockRun, to_run: BlockRun) -> None:
-        """Let `to_run` take the place of `run` under these hashes, wherever it is in their order."""
-        first, duplicates = self.runs, self._duplicates
+    def move(self, block_hashes: Sequence[bytes | None], run: BlockRun, to_run: BlockRun) -> bool:
+        """Let `to_run` take the place of `run` under these hashes, wherever it is in their order. Answers whether it is
+        the one that answers for all of them.
+        """
+        runs, duplicates = self.runs, self._duplicates
+        if run.is_intact:
+            runs.update(zip(block_hashes, repeat(to_run)))  # type: ignore[arg-type]  # intact: none is missing
+            return True
+        answers_all = True
         for block_hash in block_hashes:
             if block_hash is None:
-                continue
-            if first[block_hash] is run:
-                first[block_hash] = to_run
+                answers_all = False
+            elif runs[block_hash] is run:
+                runs[block_hash] = to_run
             else:
+                answers_all = False
                 others = duplicates[block_hash]
                 duplicates[block_hash] = {to_run if other is run else other: None for other in others}
+        return answers_all
 
     def items(self) -> Iterable[tuple[bytes, list[int]]]:
         """Every hash with its block ids, the answering one first: for checks and views."""

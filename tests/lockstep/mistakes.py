@@ -119,8 +119,8 @@ ORDER = (
     mistake(
         "a freed block keeps its hash",
         "block_pool.BlockPool.release",
-        "run.grower = None",
-        "run.grower = None; self.uncache(run, 0, len(run.block_ids))",
+        "run.grower = run.rest = None",
+        "run.grower = run.rest = None; self.uncache(run, 0, len(run.block_ids))",
     ),
     mistake(
         "a freed block without a hash takes its place in the order",

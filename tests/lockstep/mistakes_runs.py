@@ -32,8 +32,8 @@ _SPLITS = tried_in(
     mistake(
         "what a split run answers for, its rest answers for",
         "prefix_index.PrefixIndex.move",
-        "if first[block_hash] is run:",
-        "if block_hash not in duplicates:",
+        "elif runs[block_hash] is run:",
+        "elif block_hash not in duplicates:",
     ),
     mistake(
         "a split run's rest is held as often",
@@ -126,7 +126,7 @@ _GROWTH = tried_in(
     has(caching=True),
     mistake(
         "a run that another holds does not grow",
-        "groups.table.BlockTable.open_hold",
+        "groups.table.BlockTable.hold_to_grow",
         "run.num_holders != 1 or ",
         "",
     ),
@@ -209,9 +209,9 @@ _NOT_INTACT = tried_in(
     ),
     mistake(
         "the rest of a run that is not intact is not, either",
-        "block_pool.BlockPool.split",
-        "rest.is_intact = run.is_intact",
-        "pass",
+        "block_pool.BlockPool._move",
+        "to_run.is_intact = ",
+        "",
     ),
     mistake(
         "in a run that is not intact another may answer for a block",
@@ -300,9 +300,9 @@ _WINDOWS = (
         ),
         mistake(
             "what a window leaves of a run that is not intact is not, either",
-            "block_pool.BlockPool.cut_head",
-            "head.is_intact = run.is_intact",
-            "pass",
+            "block_pool.BlockPool._move",
+            "to_run.is_intact = ",
+            "",
         ),
         mistake(
             "a window leaves its part of a run that others hold, too",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tests.lockstep.admissions import Admissions
-from tests.lockstep.trace import NO_ANSWER, SHARED_EMPTY
-from tests.lockstep.twins import Phase, Twin, text
+from tests.lockstep.trace import NO_ANSWER
+from tests.lockstep.twins import Phase, Twin
 
 
 class SmallScheduler(Admissions):
@@ -86,34 +86,6 @@ class SmallScheduler(Admissions):
         twin = self._pick(which, Phase.WAITING)
         if twin is not None:
             self._lookup(twin)
-
-    def watched_step(self, which: int, chunk_tokens: int, num_more_tokens: int) -> None:
-        """A request that asks the same as a running one, and more, looks before and after a step of that, and when the
-        step's output has arrived.
-        """
-        twin = self._pick_in_prompt(which)
-        if twin is None:
-            return
-        tokens = list(twin.upstream.all_token_ids)
-        tokens += text(twin.family, 0, len(tokens), min(len(tokens) + num_more_tokens, self.setup.max_model_len - 1))
-        watcher = self._create(twin.family, tokens, twin.num_encoder_tokens, twin.options)
-        if watcher is not None:
-            self._lookup(watcher)
-            self.step(self._in_phase(Phase.RUNNING).index(twin), chunk_tokens, 0, NO_ANSWER)
-            self._lookup(watcher)
-            if twin.phase is Phase.RUNNING and twin.in_flight:
-                self._output(twin, 10**6, 0, 10**6)
-                self._lookup(watcher)
-
-    def _pick_in_prompt(self, which: int) -> Twin | None:
-        """A running request, rather one in the middle of its prompt: its next step can cache several blocks."""
-        waiting = [twin for twin in self._in_phase(Phase.WAITING) if not twin.num_computed_tokens]
-        if waiting:
-            twin = max(waiting, key=lambda twin: twin.num_tokens)
-            self._admit(twin, self._lookup(twin), self.setup.unit_tokens, 0, 0, SHARED_EMPTY)
-        running = self._in_phase(Phase.RUNNING)
-        candidates = [twin for twin in running if twin.num_unscheduled_tokens > 1] or running
-        return candidates[which % len(candidates)] if candidates else None
 
     def cache(self, which: int, num_tokens: int) -> None:
         """Cache what is computed for certain, as the asynchronous scheduler asks for it."""

@@ -263,6 +263,7 @@ _OPS: dict[str, tuple[float, _Draw]] = {
             "which": rng.randrange(12),
             "chunk_tokens": rng.choice([10**6, 10**6, _draw_chunk(rng, setup)]),
             "num_more_tokens": rng.randint(1, setup.unit_tokens),
+            "resets": int(rng.random() < 0.3),
         },
     ),
     "session": (

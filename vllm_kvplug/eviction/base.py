@@ -1,9 +1,10 @@
 """What the block pool asks of an eviction policy: an order over the free runs of blocks.
 
 The pool tells the policy which runs became free (`push`), asks which one is reused next (`next_run`), and takes a run
-out when a request hits it or when it has been eaten up (`remove`). The blocks of a run are reused from its end. A
-policy knows neither references nor hashes, and blocks that were never used, or are worth nothing, do not come to it:
-the pool reuses those before all others.
+out when a request hits it or when it has been eaten up (`remove`). The blocks of a run are reused from its end. A run
+shrinks without further notice, and has no blocks left when it was eaten up. Blocks that were never used, and those of a
+failed load, do not come to a policy: the pool reuses them before all others. Free blocks that are not cached (a
+request's last, partly filled one; all, with prefix caching off) do.
 """
 
 from __future__ import annotations

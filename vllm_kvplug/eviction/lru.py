@@ -17,7 +17,7 @@ _MIN_EMPTY_PLACES = 1024
 
 
 class LRUEviction:
-    """See the module. Every operation is O(1) for each run, sweeps included."""
+    """See the module. Every operation is O(1) for each run, sweeps included; in a place that was split, O(its runs)."""
 
     def __init__(self) -> None:
         self._places: deque[list[BlockRun]] = deque()

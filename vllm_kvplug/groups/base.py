@@ -348,11 +348,11 @@ class AttentionGroup(ABC):
 
     def _publish_run(self, table: BlockTable, all_hashes: Sequence[bytes], first: int, end: int) -> None:
         """The loose blocks at the positions `first` to `end` - 1."""
-        hold = table.open_hold(first)
+        hold = table.hold_to_grow(first)
         if hold is None:
             run = self._pool.cache(self.group_id, first, table.block_ids[first:end], all_hashes[first:end])
             table.holds.append(Hold(first, run, end - first))
-            if self._has_short_way:
+            if self._has_short_way and table.first_unpublished is None:
                 table.grow_from_now_on(run)
         elif end == first + 1:
             self._pool.cache_one_more(hold.run, table.block_ids[first], all_hashes[first])
@@ -408,6 +408,7 @@ class AttentionGroup(ABC):
         table = self.tables.pop(request_id, None)
         if table is None:
             return
+        table.is_gone = True
         if table.first_unpublished is None:
             self._pool.release(take_all(self.group_id, table))
             return

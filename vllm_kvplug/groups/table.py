@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 
 from vllm_kvplug.block_run import BlockRun, RunPart
@@ -46,6 +47,7 @@ class BlockTable:
             table still. None: no run may.
         is_admitted: the request took its hits or cached a block; from then on it has no further hits.
         first_unpublished: no block from this position on may go into the prefix cache (a load into it failed).
+        is_gone: the request was freed; the row stays as it was, for who looks at it still.
         num_leading_nulls: so many leading positions surely hold the null block (there may be more).
     """
 
@@ -55,6 +57,7 @@ class BlockTable:
         "growing",
         "holds",
         "is_admitted",
+        "is_gone",
         "num_cached_blocks",
         "num_leading_nulls",
     )
@@ -65,12 +68,13 @@ class BlockTable:
         self.growing: BlockRun | None = None
         self.num_cached_blocks = 0
         self.is_admitted = False
+        self.is_gone = False
         self.first_unpublished: int | None = None
         self.num_leading_nulls = 0
 
-    def open_hold(self, position: int) -> Hold | None:
-        """The hold that can grow by a block at this position: it ends there, is all cached, and nobody else has its
-        run.
+    def hold_to_grow(self, position: int) -> Hold | None:
+        """The last hold, if a cached block at this position can go into its run: it ends there, is all cached, and
+        nobody else has it. Where that run was split since, its last part has a hold of its own from now on.
         """
         if not self.holds:
             return None
@@ -87,6 +91,7 @@ class BlockTable:
             run = hold.run
         if run.num_holders != 1 or len(run.block_hashes) != hold.num_blocks:
             return None
+        run.rest = None  # whoever else went on there is gone
         if self.growing is not None:
             self.grow_from_now_on(run)
         return hold
@@ -95,6 +100,18 @@ class BlockTable:
         """Further cached blocks go into this run, the last of its holds', by the shortest way."""
         self.growing = run
         run.grower = self
+
+    def hash_at(self, position: int) -> bytes | None:
+        """The hash that the block at this position is cached under; None: it is not cached."""
+        index = bisect_right(self.holds, position, key=lambda hold: hold.position) - 1
+        if index < 0 or position >= self.holds[index].position + self.holds[index].num_blocks:
+            return None
+        for piece in self.holds[index].pieces():
+            offset = position - piece.position
+            if offset < piece.num_blocks:
+                hashes = piece.run.block_hashes
+                return hashes[offset] if offset < len(hashes) else None
+        return None
 
     def unhashed_block_ids(self) -> list[int]:
         """Blocks that are not in the prefix cache, by position; null blocks count as such."""
