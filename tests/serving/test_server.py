@@ -73,7 +73,7 @@ def test_streaming_gives_the_same_text_and_the_cached_tokens(client: Client) -> 
     whole = client.complete(prompt, max_tokens=64, ignore_eos=True)
     events = list(client.stream(prompt, max_tokens=64, ignore_eos=True))
     assert "".join(event["choices"][0]["text"] for event in events if event["choices"]) == whole.text
-    assert len(events) > 3  # a slow client gets several tokens in one
+    assert len(events) > 10
     assert events[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == whole.num_cached_tokens > 100
 
 
