@@ -167,7 +167,11 @@ class CacheManager:
             # The decode step that needs nothing: one look, one sum, one comparison.
             limit_tokens = self._quiet_limits_tokens.get(request.request_id, -1)
             num_tokens = request.num_computed_tokens + num_new_tokens + num_lookahead_tokens
-            if num_tokens <= limit_tokens and num_new_tokens <= self._max_quiet_new_tokens:
+            if (
+                num_tokens <= limit_tokens
+                and num_new_tokens <= self._max_quiet_new_tokens
+                and new_computed_blocks is None  # else a lookup is to be reported
+            ):
                 return no_blocks
             if not delay_cache_blocks and (self._only_group is not None or (limit_tokens >= 0 and self._grows_plainly)):
                 answer = self._grow(request, num_tokens, num_tokens - num_lookahead_tokens)

@@ -228,7 +228,7 @@ def test_hits_and_resets_are_part_of_the_story() -> None:
 def test_what_happens_outside_any_call_is_told_as_such() -> None:
     manager = make_checked("stop")
     run_prefill(manager, FakeRequest("a", list(range(8))))
-    manager.pool.release([isolate(manager.pool, 1)])
+    manager.pool.release([isolate(manager.pool, 2)])
     with pytest.raises(InvariantError, match="outside any call, after call 3: released"):
         manager.new_step_starts()
 

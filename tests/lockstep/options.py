@@ -9,7 +9,7 @@ OPTIONS = {
     "seeds": (2000, "how many seeds to run"),
     "steps": (150, "operations for each seed"),
     "first-seed": (0, "the first seed"),
-    "mistake-seeds": (150, "seeds to try for each deliberate mistake until one finds it"),
+    "mistake-seeds": (300, "seeds to try for each deliberate mistake until one finds it"),
 }
 
 
