@@ -58,7 +58,6 @@ class Coordinator:
         self.grows_plainly = all(group.grows_plainly for group in self.groups)
         self.releases_skipped = bool(self._releasing_groups)
         self._pool = pool
-        self._no_block_ids: tuple[Sequence[int], ...] = ((),) * len(self.groups)
         self._hit_alignment_tokens = geometry.hit_alignment_tokens
         # Groups whose answer only needs cutting when another shortens the hit come first: each is asked once.
         self._match_order = sorted(self.groups, key=lambda group: not group.any_shorter_prefix_serves)
@@ -150,23 +149,21 @@ class Coordinator:
     def grow(
         self, request: Any, num_slot_tokens: int, num_cache_tokens: int
     ) -> tuple[tuple[Sequence[int], ...], int] | None:
-        """Give a running request the slots that it lacks and cache what is full, in every group.
+        """Plan, commit and cache at once for a running request whose groups only take blocks at their tables' ends: it
+        gets the slots that it lacks, and what is full with its first `num_cache_tokens` tokens is cached.
 
         Returns:
             New ids by group, and the quiet limit; None where the free blocks do not suffice, nothing was changed then.
         """
-        num_missing = sum([group.num_missing_blocks(request.request_id, num_slot_tokens) for group in self.groups])
-        if num_missing > self._pool.num_free_blocks:
+        request_id = request.request_id
+        missing = [group.num_missing_blocks(request_id, num_slot_tokens) for group in self.groups]
+        if sum(missing) > self._pool.num_free_blocks:
             return None
         # All groups take before one caches, as in the general case.
-        rows = []
-        if num_missing:
-            for group in self.groups:
-                rows.append(group.grow(request, num_slot_tokens, 0)[0])
-        limit = NO_LIMIT
-        for group in self.groups:
-            limit = min(limit, group.grow(request, 0, num_cache_tokens)[1])
-        return (tuple(rows) if rows else self._no_block_ids, limit)
+        rows = [group.take_more(request_id, number) for group, number in zip(self.groups, missing, strict=True)]
+        if num_cache_tokens:
+            self.cache_full_blocks(request, num_cache_tokens)
+        return tuple(rows), self.quiet_limit_tokens(request_id)
 
     def check_block_hashes(self, request: Any, num_tokens: int) -> None:
         """See that the request has the hashes that caching its first `num_tokens` tokens needs."""

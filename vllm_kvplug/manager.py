@@ -210,6 +210,8 @@ class CacheManager:
         """
         if num_slot_tokens > self.max_model_len or num_slot_tokens < num_tokens_after_step:
             return None
+        if request.num_computed_tokens < 0:
+            return None
         group = self._only_group
         if group is None:
             return self._grow_groups(request, num_slot_tokens, num_tokens_after_step)

@@ -319,3 +319,13 @@ def test_observers_hear_of_everything_in_order() -> None:
         ("evict", 1, True),
         ("evict", 3, True),  # it was computed from block 1
     ]
+
+
+def test_a_new_request_with_a_negative_number_of_computed_tokens_is_refused() -> None:
+    manager = make_manager(20)
+    request = FakeRequest("r", list(range(20)), num_computed_tokens=-5)
+    with pytest.raises(CallError, match="'r': num_computed_tokens: expected at least 0, found -5"):
+        manager.allocate_slots(request, 10)
+    assert manager.pool.num_held_blocks == 0
+    assert not manager.groups[0].tables
+    check_invariants(manager)

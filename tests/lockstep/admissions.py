@@ -112,11 +112,12 @@ class Admissions(Progress):
             return
         before, rng = twins[which % len(twins)], random.Random(shares_seed)
         tokens, unit_tokens = list(before.upstream.all_token_ids), self.setup.unit_tokens
+        shares = [rng.randint(0, len(tokens) // unit_tokens + 1) * unit_tokens for _ in range(num_requests)]
         created = []
-        for _ in range(num_requests):
-            num_shared_tokens = rng.randint(0, len(tokens) // unit_tokens + 1) * unit_tokens
+        for num_shared_tokens in rng.choice([shares, sorted(shares)]):
             prompt = tokens[:num_shared_tokens]
-            end = min(len(prompt) + rng.randint(1, unit_tokens), self.setup.max_model_len - 1)
+            num_own_tokens = rng.choice([1, 1, rng.randint(1, unit_tokens)])
+            end = min(len(prompt) + num_own_tokens, self.setup.max_model_len - 1)
             prompt += text(before.family, rng.randint(3, 9), len(prompt), end)
             created.append(self._create(before.family, prompt[:end], before.num_encoder_tokens, before.options))
         self._admit_all([twin for twin in created if twin is not None], chunk_tokens, 0, 0, no_hits_as)

@@ -24,6 +24,12 @@ class Driver(SmallScheduler):
         block_ids = set(random.Random(ids_seed).choices(range(num_blocks), k=num_ids))
         if not self.setup.evicts_held:
             block_ids &= {0, *self.pair.state["free order"]}
+        elif ids_seed % 2:
+            # Blocks that are to be loaded or computed yet, as far as nobody can tell.
+            state, first = self.pair.state, self.setup.num_reserved_blocks
+            is_held = [False] * first + [count > 0 for count in state["references"]]
+            loose = [i for i, key in enumerate(state["block hashes"]) if is_held[i] and key is None]
+            block_ids = set(random.Random(ids_seed).sample(loose, min(num_ids, len(loose))))
         num_cached = len([None for block_id in block_ids if self.pair.state["block hashes"][block_id] is not None])
         self.pair.call("evict_blocks", block_ids)
         self.counts["blocks evicted on request"] += num_cached

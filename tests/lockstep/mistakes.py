@@ -331,7 +331,7 @@ BY_MODULE = (
         "groups.base.AttentionGroup.check_admission",
         "if is_admission and num_held_blocks and not table.is_admitted:",
         "if False:",
-    ),
+    ).tried_where(lambda setup: len(setup.groups) == 1 and setup.groups[0].is_full),
     mistake(
         "only whole blocks hit",
         "coordinator.Coordinator._max_hit_tokens",

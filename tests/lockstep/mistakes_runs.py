@@ -449,12 +449,6 @@ _REMEMBERED = tried_in(
         "self._places = None",
     ),
     mistake(
-        "a split changes in which runs lookups find it",
-        "block_pool.BlockPool._move",
-        "self._changed()",
-        "self._places = None",
-    ),
-    mistake(
         "where a block is, is known anew after a change",
         "block_pool.BlockPool._changed",
         "self._places = None",
@@ -601,32 +595,32 @@ _SEVERAL = tried_in(
     mistake(
         "the short way counts free blocks for several groups",
         "coordinator.Coordinator.grow",
-        "if num_missing > self._pool.num_free_blocks:",
+        "if sum(missing) > self._pool.num_free_blocks:",
         "if False:",
     ),
     mistake(
         "the short way counts the blocks of all groups",
         "coordinator.Coordinator.grow",
-        "sum([group.num",
-        "max([group.num",
+        "sum(missing)",
+        "max(missing)",
     ),
     mistake(
         "all groups take before one caches",
         "coordinator.Coordinator.grow",
-        "group.grow(request, num_slot_tokens, 0)",
-        "group.grow(request, num_slot_tokens, num_cache_tokens)",
+        "[group.take_more(request_id, number) for",
+        "[(group.take_more(request_id, number), group.cache_full_blocks(request, num_cache_tokens))[0] for",
     ),
     mistake(
         "groups take in their order by the short way",
         "coordinator.Coordinator.grow",
-        "for group in self.groups:\n            rows.append(group",
-        "for group in self.groups[::-1]:\n            rows.insert(0, group",
+        "zip(self.groups, missing, strict=True)]",
+        "zip(self.groups[::-1], missing[::-1], strict=True)][::-1]",
     ),
     mistake(
         "the short way's limit is the least of all groups",
         "coordinator.Coordinator.grow",
-        "limit = min(limit, group.grow(request, 0, num_cache_tokens)[1])",
-        "limit = group.grow(request, 0, num_cache_tokens)[1]",
+        "self.quiet_limit_tokens(request_id)",
+        "self.groups[-1].quiet_limit_tokens(request_id, caches=self._enable_caching)",
     ),
     mistake(
         "the short way caches no drafts for several groups",
@@ -644,9 +638,9 @@ _SEVERAL = tried_in(
     ),
     mistake(
         "the short way's limit counts what is to be cached",
-        "groups.base.AttentionGroup.grow",
-        "caches=num_cache_tokens > 0",
-        "caches=False",
+        "coordinator.Coordinator.grow",
+        "self.quiet_limit_tokens(request_id)",
+        "min([group.quiet_limit_tokens(request_id, caches=False) for group in self.groups])",
     ),
 )
 
@@ -697,8 +691,23 @@ _FAILED_LOADS = tried_in(
 
 _RARE = (
     *tried_in(
+        lambda setup: setup.enable_caching and setup.num_blocks >= 20,  # else nearly each call evicts something
+        mistake(
+            "a split changes in which runs lookups find it",
+            "block_pool.BlockPool._move",
+            "self._changed()",
+            "self._places = None",
+        ),
+    ),
+    *tried_in(
         lambda setup: (
             _is_alone(setup) and setup.enable_caching and not setup.enable_kv_cache_events and setup.evicts_held
+        ),
+        mistake(
+            "who holds a failed block grows no new run by the shortest way (F15)",
+            "groups.base.AttentionGroup._publish_run",
+            " and table.first_unpublished is None",
+            "",
         ),
         mistake(
             "who holds a failed block grows by the shortest way no more (F15)",

@@ -230,11 +230,11 @@ _OPS: dict[str, tuple[float, _Draw]] = {
         },
     ),
     "branch": (
-        2,
+        3,
         lambda rng, setup: {
             "which": rng.randrange(16),
             "shares_seed": rng.randrange(10**6),
-            "num_requests": rng.randint(1, 3),
+            "num_requests": rng.randint(1, 4),
             "chunk_tokens": _draw_chunk(rng, setup),
             "no_hits_as": rng.choice([SHARED_EMPTY, FRESH_EMPTY, NO_ANSWER]),
         },
@@ -292,7 +292,7 @@ _OPS: dict[str, tuple[float, _Draw]] = {
         1,
         lambda rng, setup: {"which": rng.randrange(12), "block": rng.randrange(8), "evicts": rng.randrange(3)},
     ),
-    "evict": (2.5, lambda rng, setup: {"ids_seed": rng.randrange(10**6), "num_ids": rng.randint(1, 4)}),
+    "evict": (4, lambda rng, setup: {"ids_seed": rng.randrange(10**6), "num_ids": rng.randint(1, 4)}),
     "reset": (1.2, _nothing),
     "reset_running": (0.5, _nothing),
     "common_prefix": (3, _which),

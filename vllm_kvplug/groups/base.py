@@ -202,6 +202,10 @@ class AttentionGroup(ABC):
         """Give the request the other new blocks, and answer them: the table's new positions."""
         return self._take(self._table(request_id), plan.num_new_blocks)
 
+    def take_more(self, request_id: str, num_blocks: int) -> list[int]:
+        """Give the request new blocks at its table's end, and answer them."""
+        return self._take(self._table(request_id), num_blocks)
+
     def _take(self, table: BlockTable, num_blocks: int) -> list[int]:
         if not num_blocks:
             return []
@@ -219,28 +223,15 @@ class AttentionGroup(ABC):
         """New blocks that a running request needs to have slots for so many tokens."""
         return max(-(-num_slot_tokens // self.num_tokens_per_block) - len(self.tables[request_id].block_ids), 0)
 
-    def grow(self, request: Any, num_slot_tokens: int, num_cache_tokens: int) -> tuple[Sequence[int], int]:
-        """Plan, commit and cache at once for a running request: it gets slots for so many tokens, and what is full with
-        its first `num_cache_tokens` tokens is cached. The caller has seen that the free blocks suffice.
-
-        Returns:
-            The new blocks, and the most tokens that the request can grow to without anything to do here, see
-            `quiet_limit_tokens`.
-        """
-        table = self.tables[request.request_id]
-        num_missing = self.num_missing_blocks(request.request_id, num_slot_tokens)
-        block_ids = self._take(table, num_missing) if num_missing else ()
-        if num_cache_tokens // self.num_tokens_per_block > table.num_cached_blocks:
-            self._cache_up_to(request, table, num_cache_tokens // self.num_tokens_per_block)
-        return block_ids, self.quiet_limit_tokens(request.request_id, caches=num_cache_tokens > 0)
-
     def grow_alone(
         self, request: Any, num_slot_tokens: int, num_tokens_after_step: int, caches: bool
     ) -> tuple[Sequence[int], int] | None:
-        """The same where this is the only group and has no window: the shortest way for a decoding request, and for a
-        new one without hits.
+        """`Coordinator.grow` where this is the only group and has no window: the shortest way for a decoding request,
+        and for a new one without hits.
 
-        None where the free blocks do not suffice or block hashes are missing; nothing was changed then.
+        Returns:
+            The new blocks, and the quiet limit; None where the free blocks do not suffice or block hashes are missing,
+            nothing was changed then.
         """
         known_table = self.tables.get(request.request_id)
         table: BlockTable = known_table if known_table is not None else self._table_class()
