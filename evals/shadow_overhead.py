@@ -14,28 +14,24 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from vllm_kvplug.evals.performance import sides
+from vllm_kvplug.evals.sides import SideChoice
+
 NUM_STEPS = 200
 NUM_RUNNING = (64, 256)
 # Who serves, who follows, and whether a bundle is written.
 SIDES = (("upstream", "kvplug", False), ("kvplug", "upstream", False), ("upstream", "kvplug", True))
-NUM_TOKENS_PER_BLOCK = 16
 NUM_PROMPT_TOKENS, NUM_SHARED_TOKENS = 1_024, 256
-MAX_TOKENS = 4_096
-# What vLLM's scheduler always names when it admits a request.
-SCHEDULERS_DEFAULTS: dict[str, Any] = {
-    "num_lookahead_tokens": 0,
-    "num_external_computed_tokens": 0,
-    "delay_cache_blocks": False,
-    "num_encoder_tokens": 0,
-}
 
 
 class Loop:
     """One manager and its requests."""
 
     def __init__(self, name: str, config: dict[str, Any], num_requests: int) -> None:
-        self.manager = _manager(name, config, num_requests)
-        self.requests = [_request(number) for number in range(num_requests)]
+        side = sides.BenchedSide(SideChoice(label=name, manager=name, settings=config))
+        num_blocks = num_requests * (NUM_PROMPT_TOKENS + NUM_STEPS) // sides.NUM_TOKENS_PER_BLOCK + num_requests + 1
+        self.manager = side.manager(num_blocks)
+        self.requests = [side.request(_prompt(number)) for number in range(num_requests)]
         self.admission_us: list[float] = []
         self.decode_us: list[float] = []
         self.step_us: list[float] = []
@@ -47,7 +43,7 @@ class Loop:
         blocks, num_hit_tokens = manager.get_computed_blocks(request)
         num_new_tokens = request.num_tokens - num_hit_tokens
         hits = {"num_new_computed_tokens": num_hit_tokens, "new_computed_blocks": blocks}
-        manager.allocate_slots(request, num_new_tokens, **hits, **SCHEDULERS_DEFAULTS)
+        manager.allocate_slots(request, num_new_tokens, **hits, **sides.ADMISSION)
         manager.get_blocks(request.request_id)
         self.admission_us.append((time.perf_counter_ns() - started_ns) / 1e3)
         request.num_computed_tokens = request.num_tokens
@@ -72,42 +68,10 @@ class Loop:
             request.num_computed_tokens += 1
 
 
-def _manager(name: str, config: dict[str, Any], num_requests: int) -> Any:
-    import torch
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-
-    from vllm_kvplug.vllm_glue import registry
-
-    spec = FullAttentionSpec(NUM_TOKENS_PER_BLOCK, num_kv_heads=1, head_size=1, dtype=torch.float32)
-    num_blocks = num_requests * (NUM_PROMPT_TOKENS + NUM_STEPS) // NUM_TOKENS_PER_BLOCK + num_requests + 1
-    return registry.factory(name, config)(
-        kv_cache_config=KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)]),
-        max_model_len=MAX_TOKENS,
-        hash_block_size=NUM_TOKENS_PER_BLOCK,
-        enable_caching=True,
-        use_eagle=False,
-        log_stats=True,
-        enable_kv_cache_events=False,
-        dcp_world_size=1,
-        pcp_world_size=1,
-        metrics_collector=None,
-    )
-
-
-def _request(number: int) -> Any:
-    from vllm.sampling_params import SamplingParams
-    from vllm.utils.hashing import sha256
-    from vllm.v1.core.kv_cache_utils import get_request_block_hasher
-    from vllm.v1.request import Request
-
+def _prompt(number: int) -> list[int]:
+    """A beginning that all share, and a part of its own."""
     own = range(number * 10_000, number * 10_000 + NUM_PROMPT_TOKENS - NUM_SHARED_TOKENS)
-    return Request(
-        request_id=f"request-{number}",
-        prompt_token_ids=[*range(NUM_SHARED_TOKENS), *own],
-        sampling_params=SamplingParams(max_tokens=NUM_STEPS + 1, ignore_eos=True),
-        pooling_params=None,
-        block_hasher=get_request_block_hasher(NUM_TOKENS_PER_BLOCK, sha256),
-    )
+    return [*range(NUM_SHARED_TOKENS), *own]
 
 
 def _row(what: str, off_us: Sequence[float], on_us: Sequence[float]) -> str:
@@ -122,10 +86,7 @@ def _row(what: str, off_us: Sequence[float], on_us: Sequence[float]) -> str:
 def main() -> None:
     """Measure, and print a table."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    from vllm.utils.hashing import sha256
-    from vllm.v1.core.kv_cache_utils import init_none_hash
-
-    init_none_hash(sha256)
+    sides.prepare()
     print("microseconds, least and median")
     for num_running in NUM_RUNNING:
         for serving, follower, has_bundle in SIDES:

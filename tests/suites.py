@@ -35,7 +35,7 @@ class Suite:
 
 
 # In their order. Split is what takes minutes, for little in it uses a second core by itself: an engine computes on one
-# thread here. `core` imports no vLLM and takes seconds.
+# thread here. `core` imports no vLLM and takes half a minute.
 SUITES = {
     "core": Suite("core"),
     "lockstep": Suite("lockstep", "worksteal"),

@@ -7,11 +7,10 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-from vllm_kvplug.evals import setting
 from vllm_kvplug.evals.performance import measuring, sides
 from vllm_kvplug.evals.performance.catalogue import Row
 from vllm_kvplug.evals.performance.progress import RowProgress
-from vllm_kvplug.evals.performance.results import BenchReport, BenchSide, RowResult
+from vllm_kvplug.evals.performance.results import BenchReport, RowResult
 from vllm_kvplug.evals.sides import SideChoice
 
 CONDITIONS = [
@@ -43,7 +42,7 @@ class ManagerBench:
             SettingsError: an unknown manager, or wrong settings.
             ContractError: a manager that does not keep vLLM's contract.
         """
-        started = time.monotonic()
+        started_s = time.monotonic()
         both = (sides.BenchedSide(self.choices[0]), sides.BenchedSide(self.choices[1]))
         sides.prepare()
         results = []
@@ -52,29 +51,12 @@ class ManagerBench:
                 shown.begin(row.name)
                 results.append(measure(row, both, self._num_repeats(row), on_repeat=shown.advance))
                 shown.end(results[-1])
-        return BenchReport(
-            kind="manager",
-            created=setting.now(),
-            duration_s=time.monotonic() - started,
-            command=setting.command_line(),
-            quick=self.quick,
-            machine=setting.machine(),
-            versions=setting.versions(),
-            sides=bench_sides(self.choices),
-            conditions=CONDITIONS,
-            rows=results,
+        return BenchReport.of_run(
+            "manager", self.choices, started_s, quick=self.quick, conditions=CONDITIONS, rows=results
         )
 
     def _num_repeats(self, row: Row) -> int:
         return row.num_repeats[self.quick]
-
-
-def bench_sides(choices: tuple[SideChoice, SideChoice]) -> tuple[BenchSide, BenchSide]:
-    """As results.json names them."""
-    first, second = (
-        BenchSide(label=choice.label, manager=choice.manager, settings=choice.settings) for choice in choices
-    )
-    return first, second
 
 
 def measure(

@@ -6,13 +6,16 @@ Pairs of values are baseline, candidate. **Ratios are baseline / candidate**: 3 
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from vllm_kvplug.evals import setting
 from vllm_kvplug.evals.results import Machine
+from vllm_kvplug.evals.sides import SideChoice
 
 SCHEMA_VERSION = 1
 Unit = Literal["us", "bytes", "objects"]
@@ -144,6 +147,36 @@ class BenchReport(_Record):
     conditions: list[str] = Field(description="what was measured under: the collector, the hash, what is on and off")
     rows: list[RowResult]
     shares: list[ManagerShare] = Field(default_factory=list, description="of bench scheduler")
+
+    @classmethod
+    def of_run(
+        cls,
+        kind: Literal["manager", "scheduler"],
+        choices: Sequence[SideChoice],
+        started_s: float,
+        *,
+        quick: bool,
+        conditions: list[str],
+        rows: list[RowResult],
+        shares: Sequence[ManagerShare] = (),
+    ) -> BenchReport:
+        """What was measured since `time.monotonic()` said `started_s`, with this machine's setting."""
+        first, second = (
+            BenchSide(label=choice.label, manager=choice.manager, settings=choice.settings) for choice in choices
+        )
+        return cls(
+            kind=kind,
+            created=setting.now(),
+            duration_s=time.monotonic() - started_s,
+            command=setting.command_line(),
+            quick=quick,
+            machine=setting.machine(),
+            versions=setting.versions(),
+            sides=(first, second),
+            conditions=conditions,
+            rows=rows,
+            shares=list(shares),
+        )
 
     def write(self, path: Path) -> None:
         """Write it as JSON."""

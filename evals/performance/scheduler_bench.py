@@ -8,9 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from vllm_kvplug.errors import UsageError
-from vllm_kvplug.evals import setting
 from vllm_kvplug.evals.performance import measuring, sides
-from vllm_kvplug.evals.performance.manager_bench import bench_sides
 from vllm_kvplug.evals.performance.progress import RowProgress
 from vllm_kvplug.evals.performance.results import BenchReport, CurvePoint, Goal, ManagerShare, RowResult
 from vllm_kvplug.evals.performance.scheduler_sides import NUM_PROMPT_TOKENS, BenchedScheduler, TimedCalls
@@ -66,7 +64,7 @@ class SchedulerBench:
             SettingsError: an unknown manager, or wrong settings.
             ContractError: a manager that does not keep vLLM's contract.
         """
-        started = time.monotonic()
+        started_s = time.monotonic()
         sides.prepare()
         num_steps = NUM_STEPS[self.quick]
         rows: list[RowResult] = []
@@ -78,18 +76,8 @@ class SchedulerBench:
                 rows += measured
                 shares.append(share)
                 shown.end(measured[-1])
-        return BenchReport(
-            kind="scheduler",
-            created=setting.now(),
-            duration_s=time.monotonic() - started,
-            command=setting.command_line(),
-            quick=self.quick,
-            machine=setting.machine(),
-            versions=setting.versions(),
-            sides=bench_sides(self.choices),
-            conditions=CONDITIONS,
-            rows=rows,
-            shares=shares,
+        return BenchReport.of_run(
+            "scheduler", self.choices, started_s, quick=self.quick, conditions=CONDITIONS, rows=rows, shares=shares
         )
 
     def _measure(
