@@ -337,7 +337,7 @@ _BY_HEAD = tried_in(
     mistake(
         "the head stays in the index as long as the run",
         "prefix_index.PrefixIndex.remove_end",
-        "if not run.block_hashes:\n                del self.runs[block_hashes[0]]",
+        "if not run.block_hashes:\n            del self.runs[block_hashes[0]]",
         "self.runs.pop((run.block_hashes or block_hashes)[0], None)",
     ),
     mistake(
