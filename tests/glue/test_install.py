@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import vllm_kvplug
-from tests.glue.support import is_hooked, run_python
+from tests.glue.support import IS_PATCHED, is_hooked, run_python
 from vllm_kvplug.errors import KVPlugError
 
 
@@ -16,15 +16,17 @@ def test_install_twice_changes_nothing() -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    hooks = [
+    hooks = [(EngineArgs, "create_engine_config"), (FlexibleArgumentParser, "parse_args")]
+    of_the_options = [
         (EngineArgs, "add_cli_args"),
         (EngineArgs, "from_cli_args"),
         (EngineArgs, "__init__"),
         (AsyncEngineArgs, "__init__"),
-        (EngineArgs, "create_engine_config"),
-        (FlexibleArgumentParser, "parse_args"),
     ]
     vllm_kvplug.install()
+    assert all(is_hooked(owner, name) != IS_PATCHED for owner, name in of_the_options)
+    if not IS_PATCHED:
+        hooks += of_the_options
     before = [vars(owner)[name] for owner, name in hooks]
     assert all(is_hooked(owner, name) for owner, name in hooks)
     vllm_kvplug.install()
@@ -50,6 +52,7 @@ print(sorted(new))
         "vllm_kvplug.vllm_glue",
         "vllm_kvplug.vllm_glue.choice",
         "vllm_kvplug.vllm_glue.install",
+        "vllm_kvplug.vllm_glue.patched_tree",
         "vllm_kvplug.vllm_glue.patching",
         "vllm_kvplug.vllm_glue.version",
     ]

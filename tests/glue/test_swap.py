@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import vllm_kvplug
-from tests.glue.support import fake_engine_core, is_hooked, with_choice
+from tests.glue.support import IS_PATCHED, fake_engine_core, is_hooked, seams_only, with_choice
 from vllm_kvplug.errors import ContractError
 from vllm_kvplug.vllm_glue import report, v0_17
 from vllm_kvplug.vllm_glue.choice import ManagerChoice, chosen
@@ -74,6 +74,7 @@ def test_a_users_own_scheduler_class(make_config: Any, kv_cache_config: Any, ups
     assert type(scheduler.kv_cache_manager) is vllm_kvplug.KVCacheManager
 
 
+@seams_only
 def test_a_scheduler_that_ignores_the_choice_is_an_error(
     make_config: Any, kv_cache_config: Any, upstream_manager: type
 ) -> None:
@@ -183,5 +184,7 @@ def test_activation_hooks_the_engine_once() -> None:
 def test_config_carries_the_very_choice(make_config: Any) -> None:
     vllm_config = make_config(additional_config={"kv_cache_manager": "kvplug", "other": 1})
     assert type(chosen(vllm_config)) is ManagerChoice
-    assert vllm_config.additional_config == {"kv_cache_manager": {"name": "kvplug", "config": {}}, "other": 1}
+    assert chosen(vllm_config) == {"name": "kvplug", "config": {}}
+    carried = {} if IS_PATCHED else {"kv_cache_manager": {"name": "kvplug", "config": {}}}
+    assert vllm_config.additional_config == carried | {"other": 1}
     assert vllm_config.compute_hash()
