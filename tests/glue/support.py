@@ -18,6 +18,7 @@ from vllm_kvplug.vllm_glue.choice import ManagerChoice
 ROOT = Path(__file__).parents[2]
 # Whether these tests run on a vLLM with our fork patch: `python -m tests.patches.tree` makes one.
 IS_PATCHED = patched_tree.is_there()
+patched_only = pytest.mark.skipif(not IS_PATCHED, reason="of a patched vLLM's registry and fields")
 seams_only = pytest.mark.skipif(IS_PATCHED, reason="of the seams, which are not bound in a patched vLLM")
 
 QWEN2 = {
