@@ -44,6 +44,8 @@ SUITES = {
     "glue": Suite("glue", "worksteal"),
     # Its tests of the wheel share one.
     "cli": Suite("cli", "loadfile"),
+    # Fetches the released sources; most of its minutes are the tests of `glue` once more, on a patched vLLM.
+    "patches": Suite("patches", "worksteal"),
     "evals": Suite("evals", "worksteal"),
     # Upstream's own tests are fetched and have a runner of their own, which runs its two sides at once.
     "conformance": Suite(None),

@@ -21,7 +21,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    for name in ("vllm_kvplug", "evals"):
+    for name in ("vllm_kvplug", "evals", "patches"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", str(out), str(source)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -36,9 +36,10 @@ def read(wheel: zipfile.ZipFile, suffix: str) -> str:
 
 def test_it_holds_the_whole_package_and_nothing_else(wheel: zipfile.ZipFile) -> None:
     sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "vllm_kvplug").rglob("*.py")}
-    # evals/ is installed inside the package, with all that its tasks and reports read.
-    evals = {path for path in (ROOT / "evals").rglob("*") if path.is_file() and "__pycache__" not in path.parts}
-    sources |= {f"vllm_kvplug/{path.relative_to(ROOT).as_posix()}" for path in evals if path.suffix != ".md"}
+    # These are installed inside the package, with all that evals' tasks and reports, and `kvplug patch`, read.
+    for name in ("evals", "patches"):
+        found = {path for path in (ROOT / name).rglob("*") if path.is_file() and "__pycache__" not in path.parts}
+        sources |= {f"vllm_kvplug/{path.relative_to(ROOT).as_posix()}" for path in found if path.suffix != ".md"}
     packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert packed == sources | {"vllm_kvplug/py.typed"}
 

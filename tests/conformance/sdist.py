@@ -18,8 +18,12 @@ from pathlib import Path
 from vllm_kvplug.cli.models import store
 
 VLLM_VERSION = "0.17.1"
-SDIST_NAME = f"vllm-{VLLM_VERSION}.tar.gz"
-SDIST_SHA256 = "d26a95dcb92e2ff78ed4b48bff247d845b0c768edf6c0acf2401376a56c57b61"
+# By version; tests/patches takes the others.
+SDIST_SHA256 = {
+    "0.17.1": "d26a95dcb92e2ff78ed4b48bff247d845b0c768edf6c0acf2401376a56c57b61",
+    "0.18.1": "8d18eff1c4ed21eb8cf7a45a1d1b34752d5ec287e79186e451d5c2f797cacdb7",
+    "0.19.1": "9fb88ce6b50991eba41d183584f65f51d7f6015d86a42cdabf79c1c8bd5d66fa",
+}
 
 # Marks that upstream declares in its own pyproject.toml, which is left in the archive.
 _MARKS = (
@@ -55,31 +59,31 @@ def cache_folder() -> Path:
     return store.cache_folder().parent / "conformance"
 
 
-def sdist_path() -> Path:
+def sdist_path(version: str = VLLM_VERSION) -> Path:
     """The source distribution in the cache, fetched with pip if it is not there, checked by its sha256 in any case."""
-    path = cache_folder() / SDIST_NAME
+    path = cache_folder() / f"vllm-{version}.tar.gz"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            fetched = _download(Path(folder))
-            _check(fetched)
+            fetched = _download(version, Path(folder))
+            _check(fetched, version)
             fetched.replace(path)
-    _check(path)
+    _check(path, version)
     return path
 
 
-def _check(path: Path) -> None:
-    found = hashlib.sha256(path.read_bytes()).hexdigest()
-    if found != SDIST_SHA256:
-        raise SuiteError(f"{path}: expected sha256 {SDIST_SHA256}, found {found}; remove the file and try again")
+def _check(path: Path, version: str) -> None:
+    found, expected = hashlib.sha256(path.read_bytes()).hexdigest(), SDIST_SHA256[version]
+    if found != expected:
+        raise SuiteError(f"{path}: expected sha256 {expected}, found {found}; remove the file and try again")
 
 
-def _download(folder: Path) -> Path:
+def _download(version: str, folder: Path) -> Path:
     # pip asks a source distribution for its metadata even when only told to download it. The variables keep vLLM's
     # build script quick (no compiler, no CUDA); it needs setuptools-scm and torch, which the environment has.
-    environ = {**os.environ, "VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": VLLM_VERSION}
+    environ = {**os.environ, "VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": version}
     requirements = folder / "requirements.txt"
-    requirements.write_text(f"vllm=={VLLM_VERSION} --hash=sha256:{SDIST_SHA256}\n")
+    requirements.write_text(f"vllm=={version} --hash=sha256:{SDIST_SHA256[version]}\n")
     command = [
         sys.executable,
         "-m",
@@ -92,10 +96,10 @@ def _download(folder: Path) -> Path:
     ]
     command += ["--require-hashes", "--requirement", str(requirements), "--dest", str(folder)]
     done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
-    path = folder / SDIST_NAME
+    path = folder / f"vllm-{version}.tar.gz"
     if done.returncode or not path.exists():
         lines = (done.stderr.strip() or done.stdout.strip() or "no output").splitlines()
-        raise SuiteError(f"could not download {SDIST_NAME} with pip (exit status {done.returncode}): {lines[-1]}")
+        raise SuiteError(f"could not download {path.name} with pip (exit status {done.returncode}): {lines[-1]}")
     return path
 
 

@@ -8,17 +8,16 @@ from typing import Any
 
 import pytest
 
-from tests.glue.support import ENGINE_ARGS, is_hooked, model_folder
+from tests.glue.support import ENGINE_ARGS, activated_hook, is_hooked, model_folder
 from tests.scheduler.conftest import base_config  # noqa: F401  (a fixture)
 
 
 @pytest.fixture(autouse=True)
 def not_activated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test starts in a process in which nothing was chosen."""
-    from vllm.config.scheduler import SchedulerConfig
-
-    if is_hooked(SchedulerConfig, "get_scheduler_cls"):
-        monkeypatch.setattr(SchedulerConfig, "get_scheduler_cls", SchedulerConfig.get_scheduler_cls.__wrapped__)
+    owner, name = activated_hook()
+    if is_hooked(owner, name):
+        monkeypatch.setattr(owner, name, getattr(owner, name).__wrapped__)
 
 
 @pytest.fixture(scope="session")

@@ -10,10 +10,16 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from vllm_kvplug.vllm_glue import patching
+import pytest
+
+from vllm_kvplug.vllm_glue import patched_tree, patching
 from vllm_kvplug.vllm_glue.choice import ManagerChoice
 
 ROOT = Path(__file__).parents[2]
+# Whether these tests run on a vLLM with our fork patch: `python -m tests.patches.tree` makes one.
+IS_PATCHED = patched_tree.is_there()
+patched_only = pytest.mark.skipif(not IS_PATCHED, reason="of a patched vLLM's registry and fields")
+seams_only = pytest.mark.skipif(IS_PATCHED, reason="of the seams, which are not bound in a patched vLLM")
 
 QWEN2 = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -83,6 +89,14 @@ def own_lines(stderr: str) -> list[str]:
             lines.append(line)
         source_follows = noise is not None and noise["warning"] is not None
     return lines
+
+
+def activated_hook() -> tuple[type, str]:
+    """A hook that is in place in a process where a manager was chosen, and in no other."""
+    from vllm.config.scheduler import SchedulerConfig
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    return (Scheduler, "__init__") if IS_PATCHED else (SchedulerConfig, "get_scheduler_cls")
 
 
 def is_hooked(owner: type, name: str) -> bool:

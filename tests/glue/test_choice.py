@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.glue.support import is_hooked
+from tests.glue.support import activated_hook, is_hooked
 from vllm_kvplug.errors import SettingsError
 from vllm_kvplug.vllm_glue.choice import CommandLineChoice, ManagerChoice, merge_settings, settle
 
@@ -37,9 +37,7 @@ def test_unpickling_activates_and_another_process_has_its_own_command_line(kind:
     received = pickle.loads(pickle.dumps({"kv_cache_manager": kind(KVPLUG)}))["kv_cache_manager"]
     assert type(received) is ManagerChoice
     assert received == KVPLUG
-    from vllm.config.scheduler import SchedulerConfig
-
-    assert is_hooked(SchedulerConfig, "get_scheduler_cls")
+    assert is_hooked(*activated_hook())
 
 
 def test_copies_are_choices() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.glue import managers
+from tests.glue.support import IS_PATCHED
 from vllm_kvplug.errors import ContractError
 from vllm_kvplug.vllm_glue import contract
 from vllm_kvplug.vllm_glue.contract import Call
@@ -35,6 +36,7 @@ def test_the_tables_are_what_the_installed_scheduler_does() -> None:
     calls: dict[str, set[Call]] = {}
     members: set[str] = set()
     constructions = []
+    constructor = "KVCacheManagerFactory.create_manager" if IS_PATCHED else "KVCacheManager"
     for node in (node for source in scheduler_sources() for node in ast.walk(source)):
         if (member := manager_member(node)) is not None:
             members.add(member)
@@ -42,11 +44,13 @@ def test_the_tables_are_what_the_installed_scheduler_does() -> None:
             if (name := manager_member(node.func)) is not None:
                 keywords = tuple(str(keyword.arg) for keyword in node.keywords)
                 calls.setdefault(name, set()).add(Call(len(node.args), keywords))
-            if isinstance(node.func, ast.Name) and node.func.id == "KVCacheManager":
-                constructions.append((node.args, tuple(keyword.arg for keyword in node.keywords)))
+            if ast.unparse(node.func) == constructor:
+                arguments = [ast.unparse(argument) for argument in node.args]
+                constructions.append((arguments, tuple(keyword.arg for keyword in node.keywords)))
     assert {name: set(shapes) for name, shapes in contract.CALLS.items()} == calls
     assert set(contract.ATTRIBUTES) == members - set(calls)
-    assert constructions == [([], contract.CONSTRUCTOR_KEYWORDS)]
+    arguments = ["self.cache_config"] if IS_PATCHED else []
+    assert constructions == [(arguments, contract.CONSTRUCTOR_KEYWORDS)]
 
 
 def test_vllms_own_and_ours_keep_it(kv_cache_config: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import vllm_kvplug
-from tests.glue.support import ENGINE_ARGS, model_folder
+from tests.glue.support import ENGINE_ARGS, IS_PATCHED, model_folder, seams_only
 from tests.glue.test_features import MIXED
 from vllm_kvplug.errors import SettingsError, UnsupportedError
 from vllm_kvplug.vllm_glue.choice import CommandLineChoice, ManagerChoice, chosen
@@ -40,6 +40,7 @@ def known_args_parser() -> Callable[[list[str]], argparse.Namespace]:
 PARSERS = [plain_parser, known_args_parser]
 
 
+@seams_only
 @pytest.mark.parametrize("args_cls", ["EngineArgs", "AsyncEngineArgs"])
 @pytest.mark.parametrize("make_parser", PARSERS)
 def test_another_parsers_namespace_is_settled(make_parser: Any, args_cls: str) -> None:
@@ -54,6 +55,7 @@ def test_another_parsers_namespace_is_settled(make_parser: Any, args_cls: str) -
     assert vars(namespace) == before
 
 
+@seams_only
 @pytest.mark.parametrize("make_parser", PARSERS)
 def test_another_parsers_refusal_is_raised(make_parser: Any) -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -122,14 +124,15 @@ def test_the_benchmarks_way_keeps_the_choice(
         LLM(**dataclasses.asdict(EngineArgs.from_cli_args(namespace)) | ENGINE_ARGS)
     vllm_config = stopped.value.args[0].create_engine_config()
     assert chosen(vllm_config) == LRU
-    assert isinstance(vllm_config.scheduler_config.get_scheduler_cls(), SchedulerBuilder)
+    assert isinstance(vllm_config.scheduler_config.get_scheduler_cls(), SchedulerBuilder) != IS_PATCHED
 
 
 def test_keywords_after_install(make_config: Any) -> None:
     vllm_config = make_config(kv_cache_manager="kvplug", kv_cache_manager_config={"eviction": "lru"})
-    assert vllm_config.additional_config["kv_cache_manager"] == LRU
+    assert chosen(vllm_config) == LRU
 
 
+@seams_only
 def test_engine_args_keep_what_was_given(tiny_model: str) -> None:
     vllm_kvplug.install()
     from vllm.engine.arg_utils import AsyncEngineArgs

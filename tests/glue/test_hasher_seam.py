@@ -19,9 +19,11 @@ from vllm.v1.engine import core as core_module
 
 import vllm_kvplug
 from tests.glue import managers
-from tests.glue.support import with_choice
+from tests.glue.support import seams_only, with_choice
 from vllm_kvplug.errors import ContractError
 from vllm_kvplug.vllm_glue import contract, registry, v0_17
+
+pytestmark = seams_only
 
 UPSTREAM = kv_cache_utils.get_request_block_hasher
 

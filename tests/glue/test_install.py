@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import vllm_kvplug
-from tests.glue.support import is_hooked, run_python
+from tests.glue.support import IS_PATCHED, is_hooked, patched_only, run_python
 from vllm_kvplug.errors import KVPlugError
 
 
@@ -16,15 +16,17 @@ def test_install_twice_changes_nothing() -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    hooks = [
+    hooks = [(EngineArgs, "create_engine_config"), (FlexibleArgumentParser, "parse_args")]
+    of_the_options = [
         (EngineArgs, "add_cli_args"),
         (EngineArgs, "from_cli_args"),
         (EngineArgs, "__init__"),
         (AsyncEngineArgs, "__init__"),
-        (EngineArgs, "create_engine_config"),
-        (FlexibleArgumentParser, "parse_args"),
     ]
     vllm_kvplug.install()
+    assert all(is_hooked(owner, name) != IS_PATCHED for owner, name in of_the_options)
+    if not IS_PATCHED:
+        hooks += of_the_options
     before = [vars(owner)[name] for owner, name in hooks]
     assert all(is_hooked(owner, name) for owner, name in hooks)
     vllm_kvplug.install()
@@ -50,6 +52,7 @@ print(sorted(new))
         "vllm_kvplug.vllm_glue",
         "vllm_kvplug.vllm_glue.choice",
         "vllm_kvplug.vllm_glue.install",
+        "vllm_kvplug.vllm_glue.patched_tree",
         "vllm_kvplug.vllm_glue.patching",
         "vllm_kvplug.vllm_glue.version",
     ]
@@ -62,6 +65,22 @@ def test_another_vllm_version_is_refused(make_config: Any, monkeypatch: pytest.M
     with pytest.raises(KVPlugError, match=r"expects vLLM 0\.17\.1, found 0\.18\.0"):
         make_config(additional_config={"kv_cache_manager": "kvplug"})
     assert make_config().additional_config == {}
+
+
+@patched_only
+def test_a_forks_manager_on_another_version_is_not_ours_to_refuse(
+    make_config: Any, cli_parser: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import vllm
+
+    theirs = "tests.glue.managers:Plain"
+    monkeypatch.setattr(vllm, "__version__", "0.18.1")
+    cache_config = make_config(kv_cache_manager=theirs).cache_config
+    assert (type(cache_config.kv_cache_manager), cache_config.kv_cache_manager) == (str, theirs)
+    namespace = cli_parser.parse_args(["serve", "m", "--kv-cache-manager", theirs])
+    assert (namespace.kv_cache_manager, namespace.additional_config) == (theirs, {})
+    with pytest.raises(KVPlugError, match=r"expects vLLM 0\.17\.1, found 0\.18\.1"):
+        make_config(kv_cache_manager="kvplug")
 
 
 def test_a_vllm_that_lacks_our_hooks_serves_on(monkeypatch: pytest.MonkeyPatch) -> None:

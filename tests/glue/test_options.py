@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.glue.support import own_lines, run_python
+from tests.glue.support import IS_PATCHED, own_lines, run_python, seams_only
 from vllm_kvplug.settings import Settings, TraceSettings
 from vllm_kvplug.vllm_glue.choice import CommandLineChoice
 from vllm_kvplug.vllm_glue.shadow_settings import ShadowSettings
@@ -78,8 +78,8 @@ def test_api_server_module(api_server_parser: Any) -> None:
 def test_upstream_or_nothing_is_vllms_own_namespace(cli_parser: Any, options: list[str]) -> None:
     namespace = cli_parser.parse_args(["serve", "m", "--additional-config", '{"other": 1}', *options])
     assert namespace.additional_config == {"other": 1}
-    assert hasattr(namespace, "kv_cache_manager") == bool(options)
-    assert not hasattr(namespace, "kv_cache_manager_config")
+    assert hasattr(namespace, "kv_cache_manager") == (IS_PATCHED or bool(options))
+    assert hasattr(namespace, "kv_cache_manager_config") == IS_PATCHED
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,11 @@ def test_config_file(
 
 
 @pytest.mark.parametrize(
-    "in_file", ["kv-cache-manager-config:\n  eviction: lru\n", "kv-cache-manager-config.eviction: lru\n"]
+    "in_file",
+    [
+        pytest.param("kv-cache-manager-config:\n  eviction: lru\n", marks=seams_only),
+        "kv-cache-manager-config.eviction: lru\n",
+    ],
 )
 def test_config_file_and_command_line_disagree(
     cli_parser: Any, in_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -158,10 +162,12 @@ CONFIG = "--kv-cache-manager-config"
             "unknown manager 'kvplg' (did you mean 'kvplug'?); known managers: kvplug, shadow, upstream",
         ),
         (["--kv-cache-manager", "zzz"], "unknown manager 'zzz'; known managers: kvplug, shadow, upstream"),
-        ([*CHOOSE, CONFIG, '{"eviction":'], "--kv-cache-manager-config: expected a JSON object"),
-        ([*CHOOSE, CONFIG, "lru"], "--kv-cache-manager-config: expected a JSON object"),
+        pytest.param(
+            [*CHOOSE, CONFIG, '{"eviction":'], "--kv-cache-manager-config: expected a JSON object", marks=seams_only
+        ),
+        pytest.param([*CHOOSE, CONFIG, "lru"], "--kv-cache-manager-config: expected a JSON object", marks=seams_only),
         ([*CHOOSE, CONFIG, '["lru"]'], "--kv-cache-manager-config: expected an object of settings, found ['lru']"),
-        ([*CHOOSE, CONFIG, "null"], "expected an object of settings, found None"),
+        pytest.param([*CHOOSE, CONFIG, "null"], "expected an object of settings, found None", marks=seams_only),
         (
             [*CHOOSE, CONFIG, '{"evict": "lru"}'],
             "--kv-cache-manager-config: unknown setting 'evict'; known settings: "
@@ -170,10 +176,15 @@ CONFIG = "--kv-cache-manager-config"
         ([*CHOOSE, CONFIG, '{"eviction": "fifo"}'], "setting 'eviction': expected one of lru, found 'fifo'"),
         ([*CHOOSE, CONFIG, '{"eviction": 3}'], "setting 'eviction': "),
         ([*CHOOSE, CONFIG + ".eviction", "3"], "setting 'eviction': "),
-        ([*CHOOSE, CONFIG, '{"eviction": "lru", "eviction": "x"}'], "'eviction' is given twice, as 'lru' and 'x'"),
-        (
+        pytest.param(
+            [*CHOOSE, CONFIG, '{"eviction": "lru", "eviction": "x"}'],
+            "'eviction' is given twice, as 'lru' and 'x'",
+            marks=seams_only,
+        ),
+        pytest.param(
             [*CHOOSE, CONFIG, '{"eviction": "lru"}', CONFIG + ".eviction", "x"],
             "'eviction' is given twice, as 'lru' and 'x'",
+            marks=seams_only,
         ),
         ([*CHOOSE, CONFIG + ".eviction=lru", CONFIG + ".eviction", "x"], "'eviction' is given twice, as 'lru' and 'x'"),
         ([*CHOOSE, CONFIG + ".a.b=1", CONFIG + ".a", "x"], "'a' is given twice"),
@@ -200,8 +211,16 @@ CONFIG = "--kv-cache-manager-config"
         ),
         ([*CHOOSE, "--kv-cache-manager-config.eviction"], "expected a value behind --kv-cache-manager-config.eviction"),
         ([*CHOOSE, "--kv-cache-manager-config.eviction", "--port", "8080"], "config.eviction, found none"),
-        ([*CHOOSE, "--kv-cache-manager-config", "[" * 100_000], "expected a JSON object, found '[[["),
-        ([*CHOOSE, "--kv-cache-manager-config", '{"eviction": ' + "9" * 5000 + "}"], "expected a JSON object, found"),
+        pytest.param(
+            [*CHOOSE, "--kv-cache-manager-config", "[" * 100_000],
+            "expected a JSON object, found '[[[",
+            marks=seams_only,
+        ),
+        pytest.param(
+            [*CHOOSE, "--kv-cache-manager-config", '{"eviction": ' + "9" * 5000 + "}"],
+            "expected a JSON object, found",
+            marks=seams_only,
+        ),
         (["--kv-cache-manager", "builtins:dict"], "does not keep the contract"),
         (["--kv-cache-manager", "tests.glue.exits_at_import:Manager"], "cannot be imported: SystemExit: 0"),
         (["--additional-config", '{"kv-cache-manager": "kvplug"}'], "expected the key 'kv_cache_manager', found"),
@@ -240,6 +259,7 @@ def test_upstream_with_a_trace_is_a_choice(cli_parser: Any) -> None:
     assert choice == {"name": "upstream", "config": {"trace": "t.gz", "trace-max-mib": 3}}
 
 
+@seams_only
 @pytest.mark.parametrize("topic", ["kv-cache-manager", "kv_cache_manager"])
 def test_help_topic(
     cli_parser: Any, topic: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -264,6 +284,7 @@ def test_help_topic(
     assert "hybrid" not in shown
 
 
+@seams_only
 def test_help_lists_the_group(
     cli_parser: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

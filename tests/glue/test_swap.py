@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import pickle
 import sys
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -11,7 +14,7 @@ from typing import Any
 import pytest
 
 import vllm_kvplug
-from tests.glue.support import fake_engine_core, is_hooked, with_choice
+from tests.glue.support import IS_PATCHED, fake_engine_core, is_hooked, patched_only, seams_only, with_choice
 from vllm_kvplug.errors import ContractError
 from vllm_kvplug.vllm_glue import report, v0_17
 from vllm_kvplug.vllm_glue.choice import ManagerChoice, chosen
@@ -51,6 +54,28 @@ def test_nothing_chosen_is_the_class_itself(make_config: Any) -> None:
         assert vllm_config.scheduler_config.get_scheduler_cls() is Scheduler
 
 
+@patched_only
+def test_the_compile_hash_of_a_patched_tree_does_not_depend_on_the_choice(make_config: Any) -> None:
+    plain = make_config(additional_config={"other": 1}).compute_hash()
+    for kwargs in ({"kv_cache_manager": "kvplug"}, {"kv_cache_manager": "upstream"}):
+        assert make_config(additional_config={"other": 1}, **kwargs).compute_hash() == plain
+    assert make_config(additional_config={"other": 1, "kv_cache_manager": "kvplug"}).compute_hash() == plain
+    assert make_config().compute_hash() != plain
+
+
+@patched_only
+def test_the_choice_is_pickled_in_vllms_own_fields(make_config: Any, kv_cache_config: Any) -> None:
+    vllm_config = make_config(kv_cache_manager="kvplug", kv_cache_manager_config={"eviction": "lru"})
+    for received in (pickle.loads(pickle.dumps(vllm_config)), copy.deepcopy(vllm_config)):
+        fields = received.cache_config.kv_cache_manager, received.cache_config.kv_cache_manager_config
+        assert fields == ("kvplug", {"eviction": "lru"})
+        assert type(fields[0]) is type(vllm_config.cache_config.kv_cache_manager)
+        assert json.dumps(fields[0]) == '"kvplug"'
+        assert received.additional_config == {}
+        assert chosen(received) == {"name": "kvplug", "config": {"eviction": "lru"}}
+        assert type(build(received, kv_cache_config).kv_cache_manager) is vllm_kvplug.KVCacheManager
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 def test_vllms_own_schedulers(make_config: Any, kv_cache_config: Any, upstream_manager: type, is_async: bool) -> None:
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -74,6 +99,7 @@ def test_a_users_own_scheduler_class(make_config: Any, kv_cache_config: Any, ups
     assert type(scheduler.kv_cache_manager) is vllm_kvplug.KVCacheManager
 
 
+@seams_only
 def test_a_scheduler_that_ignores_the_choice_is_an_error(
     make_config: Any, kv_cache_config: Any, upstream_manager: type
 ) -> None:
@@ -183,5 +209,7 @@ def test_activation_hooks_the_engine_once() -> None:
 def test_config_carries_the_very_choice(make_config: Any) -> None:
     vllm_config = make_config(additional_config={"kv_cache_manager": "kvplug", "other": 1})
     assert type(chosen(vllm_config)) is ManagerChoice
-    assert vllm_config.additional_config == {"kv_cache_manager": {"name": "kvplug", "config": {}}, "other": 1}
+    assert chosen(vllm_config) == {"name": "kvplug", "config": {}}
+    carried = {} if IS_PATCHED else {"kv_cache_manager": {"name": "kvplug", "config": {}}}
+    assert vllm_config.additional_config == carried | {"other": 1}
     assert vllm_config.compute_hash()

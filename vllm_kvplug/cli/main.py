@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from vllm_kvplug import __version__
-from vllm_kvplug.cli import ab, bench, demo, model, replay
+from vllm_kvplug.cli import ab, bench, demo, model, patch, replay
 from vllm_kvplug.cli.models.catalogue import UnknownModelError
 from vllm_kvplug.errors import KVPlugError, SettingsError, TraceError, UsageError
 
@@ -20,8 +20,8 @@ _INTERRUPTED = 130
 
 app = typer.Typer(
     name="kvplug",
-    help="Companion of the vLLM plugin vllm_kvplug: managers compared on real serving, replays of their calls, models "
-    "that need no hub, and a demonstration.",
+    help="Companion of the vLLM plugin vllm_kvplug: managers compared on real serving, replays of their calls, patches "
+    "for forks, models that need no hub, and a demonstration.",
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -29,6 +29,7 @@ app = typer.Typer(
 app.add_typer(model.app, name="model")
 app.add_typer(ab.app, name="ab")
 app.add_typer(bench.app, name="bench")
+app.add_typer(patch.app, name="patch")
 app.command("demo")(demo.command)
 app.command("replay")(replay.command)
 

@@ -1,4 +1,8 @@
-"""The choice of a manager as it travels: in `VllmConfig.additional_config`, pickled, to every engine process."""
+"""The choice of a manager as it travels: in `VllmConfig.additional_config`, pickled, to every engine process.
+
+In a patched tree it travels in `VllmConfig.cache_config` (`patched_tree.py`), from the command line up to there in
+`additional_config` as well.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm_kvplug.errors import SettingsError
+from vllm_kvplug.vllm_glue import patched_tree
 
 KEY = "kv_cache_manager"
 CONFIG_KEY = "kv_cache_manager_config"
@@ -43,6 +48,8 @@ def restore(name: str, config: dict[str, Any]) -> ManagerChoice:
 
 def chosen(vllm_config: Any) -> ManagerChoice | None:
     """The choice that a VllmConfig carries; None: vLLM's own manager, untouched."""
+    if (carried := patched_tree.carried(vllm_config)) is not None:
+        return ManagerChoice(name=carried[0], config=carried[1])
     extra = vllm_config.additional_config
     choice = extra.get(KEY) if isinstance(extra, dict) else None
     return choice if isinstance(choice, ManagerChoice) else None

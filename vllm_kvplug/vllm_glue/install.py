@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from vllm_kvplug.errors import UnsupportedError
-from vllm_kvplug.vllm_glue import patching
+from vllm_kvplug.vllm_glue import patched_tree, patching
 from vllm_kvplug.vllm_glue.choice import CONFIG_KEY, KEY, CommandLineChoice, settle
 from vllm_kvplug.vllm_glue.version import SUPPORTED_VLLM_VERSIONS, vllm_version
 
@@ -20,6 +20,8 @@ def install() -> None:
     """Put the hooks in place, in each module now or when it is imported. Idempotent; imports nothing of vLLM itself."""
     patching.when_imported("vllm.utils.argparse_utils", _patch_parser)
     patching.when_imported("vllm.engine.arg_utils", _patch_engine_args)
+    if patched_tree.is_there():
+        patching.when_imported(patched_tree.MODULE, patched_tree.offer)
 
 
 def _where_it_fits(patch: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
@@ -45,11 +47,13 @@ def _patch_parser(module: ModuleType) -> None:
 
 @_where_it_fits
 def _patch_engine_args(module: ModuleType) -> None:
+    patching.wrap_method(module.EngineArgs, "create_engine_config", _around_create_engine_config)
+    if patched_tree.is_there():
+        return  # the two options and fields are vLLM's own
     patching.wrap_method(module.EngineArgs, "add_cli_args", _around_add_cli_args)
     patching.wrap_method(module.EngineArgs, "from_cli_args", _around_from_cli_args)
     for args_cls in (module.EngineArgs, module.AsyncEngineArgs):
         patching.wrap_method(args_cls, "__init__", _around_engine_args_init)
-    patching.wrap_method(module.EngineArgs, "create_engine_config", _around_create_engine_config)
 
 
 # The command line's part is imported by the processes that have one.
@@ -84,7 +88,11 @@ def _around_engine_args_init(original: Callable[..., None], engine_args: Any, *a
 
 def _around_create_engine_config(original: Callable[..., Any], engine_args: Any, *args: Any, **kwargs: Any) -> Any:
     """Where every engine's configuration is made: the choice is final here, and what it cannot serve is refused."""
-    engine_args.additional_config, choice = settle(engine_args.additional_config)
+    if patched_tree.is_vllms_alone(engine_args):
+        return original(engine_args, *args, **kwargs)
+    engine_args.additional_config, choice = settle(engine_args.additional_config, *patched_tree.stated(engine_args))
+    if patched_tree.is_there():
+        patched_tree.hand_over(engine_args, choice)
     vllm_config = original(engine_args, *args, **kwargs)
     if choice is None:
         return vllm_config
@@ -97,5 +105,7 @@ def _around_create_engine_config(original: Callable[..., Any], engine_args: Any,
             if isinstance(choice, CommandLineChoice):
                 raise SystemExit(f"error: {options.one_line(error)}") from None
             raise
+    if patched_tree.is_there():
+        vllm_config.cache_config.kv_cache_manager = patched_tree.CarriedName(choice["name"])
     v0_17.activate()
     return vllm_config

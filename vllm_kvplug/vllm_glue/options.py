@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from vllm_kvplug.errors import KVPlugError, SettingsError
 from vllm_kvplug.settings import Settings, TraceSettings
-from vllm_kvplug.vllm_glue import registry
+from vllm_kvplug.vllm_glue import patched_tree, registry
 from vllm_kvplug.vllm_glue.choice import CONFIG_KEY, KEY, CommandLineChoice, merge_settings, settle
 
 NAME_OPTION = "--kv-cache-manager"
@@ -110,12 +110,9 @@ def around_parse_args(
         with _config_file_args(parser) as in_file:
             parsed = original(parser, args, namespace)
         _check_dotted([*in_file, *given])
-        if hasattr(parsed, "additional_config"):
+        if hasattr(parsed, "additional_config") and not patched_tree.is_vllms_alone(parsed):
             parsed.additional_config, _ = settle(
-                parsed.additional_config,
-                getattr(parsed, KEY, None),
-                getattr(parsed, CONFIG_KEY, None),
-                CommandLineChoice,
+                parsed.additional_config, *patched_tree.stated(parsed), kind=CommandLineChoice
             )
     except KVPlugError as error:
         _refuse(parser, error)

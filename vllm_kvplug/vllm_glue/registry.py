@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_kvplug.errors import ContractError, KVPlugError, SettingsError
 from vllm_kvplug.redaction import redacted
 from vllm_kvplug.settings import Settings, TraceSettings
-from vllm_kvplug.vllm_glue import contract
+from vllm_kvplug.vllm_glue import contract, patched_tree
 
 if TYPE_CHECKING:
     from vllm_kvplug.vllm_glue.shadow_settings import ShadowSettings
@@ -33,13 +33,32 @@ _BUILT_IN = {"upstream": _UPSTREAM_TARGET, "kvplug": _KVPLUG_TARGET, "shadow": _
 
 def names() -> list[str]:
     """The names that `--kv-cache-manager` takes beside `module:Class`."""
-    return sorted({*_BUILT_IN, *_entry_point_targets()})
+    return sorted({*_BUILT_IN, *_offered_targets()})
+
+
+def is_built_in(name: str) -> bool:
+    """Whether the name is one of this package's."""
+    return name in _BUILT_IN
+
+
+def own_targets() -> dict[str, str]:
+    """`module:Class` by name: the built-in managers, and those of our entry point group that one package claims."""
+    offered = _entry_point_targets()
+    return {name: next(iter(found)) for name, found in offered.items() if len(found) == 1} | _BUILT_IN
 
 
 def _entry_point_targets() -> dict[str, set[str]]:
     targets: dict[str, set[str]] = {}
     for entry_point in entry_points(group=GROUP):
         targets.setdefault(entry_point.name, set()).add(entry_point.value)
+    return targets
+
+
+def _offered_targets() -> dict[str, set[str]]:
+    """What other packages offer, to us or to the registry of a patched vLLM."""
+    targets = _entry_point_targets()
+    for name, found in patched_tree.targets().items():
+        targets.setdefault(name, set()).add(found)
     return targets
 
 
@@ -53,7 +72,7 @@ def target(name: str) -> str:
         return _BUILT_IN[name]
     if ":" in name:
         return name
-    targets = _entry_point_targets().get(name, set())
+    targets = _offered_targets().get(name, set())
     if len(targets) > 1:
         raise SettingsError(
             f"kv_cache_manager: {name!r} is claimed by {' and '.join(sorted(targets))}; give one as module:Class"

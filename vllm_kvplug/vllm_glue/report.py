@@ -12,7 +12,7 @@ from vllm_kvplug.errors import ContractError
 from vllm_kvplug.geometry import WINDOW_KINDS, CacheGeometry
 from vllm_kvplug.settings import Settings
 from vllm_kvplug.sizing import geometry_to_json, max_fitting_prompt_tokens
-from vllm_kvplug.vllm_glue import contract, registry
+from vllm_kvplug.vllm_glue import contract, patched_tree, registry
 from vllm_kvplug.vllm_glue.choice import ManagerChoice, chosen
 from vllm_kvplug.vllm_glue.shadow import ShadowManager
 
@@ -28,6 +28,11 @@ FINDINGS = "invariant_findings"
 SHADOW = "shadow"
 # What a shadow describes of its settings.
 _SIDES = ("serving", "follower", "level")
+# How a scheduler class comes to the manager: by whether vLLM has a registry.
+_HOW = {
+    False: f"constructing the name {contract.CLASS_NAME} of its own module",
+    True: "the construction in vLLM's own Scheduler",
+}
 # What a user changes where a request does not fit.
 LARGER_POOL = "a higher --gpu-memory-utilization (VLLM_CPU_KVCACHE_SPACE on the CPU) or --num-gpu-blocks-override"
 
@@ -56,8 +61,8 @@ def check_in_force(scheduler: Any, choice: ManagerChoice) -> None:
     if found is not expected:
         raise ContractError(
             f"scheduler {_qualname(type(scheduler))}: expected kv_cache_manager {choice['name']!r} in force "
-            f"({_qualname(expected)}), found {_qualname(found)}; a scheduler takes it by constructing the name "
-            f"{contract.CLASS_NAME} of its own module: leave out --scheduler-cls, or --kv-cache-manager"
+            f"({_qualname(expected)}), found {_qualname(found)}; a scheduler takes it by "
+            f"{_HOW[patched_tree.is_there()]}: leave out --scheduler-cls, or --kv-cache-manager"
         )
     contract.check_instance(scheduler.kv_cache_manager, choice["name"])
 
@@ -105,7 +110,7 @@ def log_in_force(scheduler: Any, choice: ManagerChoice) -> None:
 
     described = describe(scheduler, choice)
     logger.info(
-        "KV cache manager in force: %s %s, settings %s, groups %s, %s blocks of %s tokens (%s)",
+        "KV cache manager in force: %s %s, settings %s, groups %s, %s blocks of %s tokens (%s), %s",
         described["manager"],
         described["version"],
         as_json(_settings_in_force(described, choice["config"])),
@@ -113,6 +118,7 @@ def log_in_force(scheduler: Any, choice: ManagerChoice) -> None:
         described["num_blocks"],
         described["block_size"],
         described["class"],
+        patched_tree.way(),
     )
 
 

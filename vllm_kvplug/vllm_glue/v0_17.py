@@ -9,13 +9,22 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
 
 from vllm_kvplug.manager import CacheManager
-from vllm_kvplug.vllm_glue import contract, hasher_seam, never_fitting, patching, prompt_limit, registry, report
-from vllm_kvplug.vllm_glue.choice import chosen
+from vllm_kvplug.vllm_glue import (
+    contract,
+    hasher_seam,
+    never_fitting,
+    patched_tree,
+    patching,
+    prompt_limit,
+    registry,
+    report,
+)
+from vllm_kvplug.vllm_glue.choice import ManagerChoice, chosen
 from vllm_kvplug.vllm_glue.shadow import serving_manager
 
 # A scheduler is constructed with the chosen class under the name of vLLM's in its modules. The lock makes that one
@@ -24,8 +33,14 @@ _swap_lock = threading.RLock()
 
 
 def activate() -> None:
-    """A manager was chosen in this process: from now on `SchedulerBuilder` builds the schedulers, and engines check."""
-    patching.when_imported("vllm.config.scheduler", _patch_scheduler_config)
+    """A manager was chosen in this process: from now on `SchedulerBuilder` builds the schedulers, and engines check.
+
+    In a patched tree vLLM builds them, with what its registry has.
+    """
+    if patched_tree.is_there():
+        patching.when_imported("vllm.v1.core.sched.scheduler", _patch_scheduler)
+    else:
+        patching.when_imported("vllm.config.scheduler", _patch_scheduler_config)
     patching.when_imported("vllm.v1.engine.core", _patch_engine_core)
     patching.when_imported("vllm.v1.engine.async_llm", _patch_front_end)
     patching.when_imported("vllm.v1.engine.llm_engine", _patch_llm_engine)
@@ -56,7 +71,10 @@ def _around_get_scheduler_cls(original: Callable[..., type], *args: Any, **kwarg
 
 
 class SchedulerBuilder:
-    """Stands in for a scheduler class in its one call: constructs it with the manager that its VllmConfig carries."""
+    """Stands in for a scheduler class in its one call: constructs it with the manager that its VllmConfig carries.
+
+    In a patched tree engines need no builder; who builds a scheduler by itself gets it here all the same.
+    """
 
     def __init__(self, scheduler_cls: type) -> None:
         self.scheduler_cls = scheduler_cls
@@ -67,17 +85,45 @@ class SchedulerBuilder:
         if choice is None:
             with _swap_lock:
                 return self.scheduler_cls(*args, **kwargs)
-        # Which of several engines of a server this is; a scheduler alone need not have such a configuration.
-        engine_index = getattr(getattr(vllm_config, "parallel_config", None), "data_parallel_index", 0)
-        factory = registry.factory(choice["name"], choice["config"], engine_index=engine_index)
+        if patched_tree.is_there() and patched_tree.constructs_its_manager(self.scheduler_cls):
+            activate()
+            return self.scheduler_cls(*args, **kwargs)
+        factory = registry.factory(choice["name"], choice["config"], engine_index=_engine_index(vllm_config))
         with _swap_lock, _bound(self.scheduler_cls, factory):
             scheduler = self.scheduler_cls(*args, **kwargs)
-        report.check_in_force(scheduler, choice)
-        report.log_in_force(scheduler, choice)
-        never_fitting.watch(scheduler)
-        if hasattr(self.scheduler_cls, "_update_request_as_session"):
-            patching.wrap_method(self.scheduler_cls, "_update_request_as_session", _around_update_request_as_session)
+        _attend(scheduler, choice)
         return scheduler
+
+
+def _engine_index(vllm_config: Any) -> int:
+    """Which of several engines of a server this is; a scheduler alone need not have such a configuration."""
+    return getattr(getattr(vllm_config, "parallel_config", None), "data_parallel_index", 0)
+
+
+def _attend(scheduler: Any, choice: ManagerChoice) -> None:
+    """What a scheduler that was built with its manager gets: a check, the line at start, and what kvplug adds to it."""
+    report.check_in_force(scheduler, choice)
+    report.log_in_force(scheduler, choice)
+    never_fitting.watch(scheduler)
+    if hasattr(scheduler, "_update_request_as_session"):
+        patching.wrap_method(type(scheduler), "_update_request_as_session", _around_update_request_as_session)
+
+
+def _patch_scheduler(module: ModuleType) -> None:
+    patching.wrap_method(module.Scheduler, "__init__", _around_scheduler_init)
+
+
+def _around_scheduler_init(original: Callable[..., None], scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """A patched vLLM's scheduler asks its registry for the manager; it is then as one that `SchedulerBuilder` built."""
+    vllm_config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
+    choice = chosen(vllm_config)
+    if choice is None:
+        original(scheduler, *args, **kwargs)
+        return
+    patched_tree.register(choice["name"])
+    with patched_tree.in_fields(vllm_config, choice, _engine_index(vllm_config)):
+        original(scheduler, *args, **kwargs)
+    _attend(scheduler, choice)
 
 
 @contextmanager
@@ -108,12 +154,14 @@ def _around_engine_core_init(original: Callable[..., None], engine_core: Any, *a
     """
     given = kwargs.get("vllm_config", args[0] if args else None)
     choice = chosen(given) if given is not None else None
-    factory = registry.hasher_factory(choice["name"], choice["config"]) if choice is not None else None
-    if choice is None or factory is None:
+    with ExitStack() as seams:
+        if choice is not None and patched_tree.is_there():
+            seams.enter_context(patched_tree.in_fields(given, choice, _engine_index(given)))
+        elif choice is not None:
+            factory = registry.hasher_factory(choice["name"], choice["config"])
+            if factory is not None:
+                seams.enter_context(hasher_seam.in_force(engine_core, choice["name"], factory))
         original(engine_core, *args, **kwargs)
-    else:
-        with hasher_seam.in_force(engine_core, choice["name"], factory):
-            original(engine_core, *args, **kwargs)
     choice = chosen(engine_core.vllm_config)
     if choice is not None:
         report.check_in_force(engine_core.scheduler, choice)

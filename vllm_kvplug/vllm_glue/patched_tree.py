@@ -1,0 +1,179 @@
+"""A vLLM that carries our fork patch (patches/) chooses its manager by itself: from a registry, by two config fields.
+
+There kvplug registers its managers and binds nothing at the seams. All that asks which way it is asks here. The choice
+travels in `CacheConfig`, not in `additional_config`, so vLLM's compile hash does not depend on it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+MODULE = "vllm.v1.core.kv_cache_manager_factory"
+NAME_FIELD = "kv_cache_manager"
+CONFIG_FIELD = "kv_cache_manager_config"
+
+# Which of several engines of a server (data parallel) has its scheduler under construction.
+_engine_index: ContextVar[int] = ContextVar("engine_index", default=0)
+
+
+@functools.cache
+def is_there() -> bool:
+    """Whether the vLLM of this environment has the registry. Imports nothing of it."""
+    spec = importlib.util.find_spec("vllm")
+    folders = (spec.submodule_search_locations if spec is not None else None) or ()
+    path = MODULE.partition(".")[2].replace(".", "/") + ".py"
+    return any((Path(folder) / path).is_file() for folder in folders)
+
+
+def way() -> str:
+    """How the manager gets into the scheduler, for the line at start."""
+    return "registered in vLLM's own registry (patched tree)" if is_there() else "bound at vLLM's seams"
+
+
+class CarriedName(str):
+    """The chosen manager's name in a `CacheConfig`. Unpickling puts the hooks in place in the engine's process."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return restore, (str(self),)
+
+
+def restore(name: str) -> CarriedName:
+    """Rebuild a pickled name: hooks first, then the choice is in force for the engines of this process."""
+    from vllm_kvplug.vllm_glue import install, v0_17
+
+    install.install()
+    v0_17.activate()
+    return CarriedName(name)
+
+
+def stated(holder: Any) -> tuple[str | None, Mapping[str, Any] | None]:
+    """Name and settings that a namespace of arguments, or an EngineArgs, states; vLLM's empty default is none."""
+    name, config = getattr(holder, NAME_FIELD, None), getattr(holder, CONFIG_FIELD, None)
+    return name, (config or None) if is_there() else config
+
+
+def is_vllms_alone(holder: Any) -> bool:
+    """Whether a namespace, or an EngineArgs, chooses what vLLM's registry serves without us.
+
+    That is a manager of the fork's in a patched vLLM whose version kvplug does not know: nothing here may refuse it.
+    """
+    name = getattr(holder, NAME_FIELD, None)
+    if name is None or not is_there():
+        return False
+    from vllm_kvplug.vllm_glue import registry, version
+
+    return version.vllm_version() not in version.SUPPORTED_VLLM_VERSIONS and not registry.is_built_in(name)
+
+
+def hand_over(engine_args: Any, choice: Mapping[str, Any] | None) -> None:
+    """Put a settled choice into vLLM's own fields, in the place of `additional_config`; None: vLLM's own manager."""
+    extra = engine_args.additional_config
+    if isinstance(extra, dict):
+        engine_args.additional_config = {key: value for key, value in extra.items() if key != NAME_FIELD}
+    setattr(engine_args, NAME_FIELD, choice["name"] if choice is not None else None)
+    setattr(engine_args, CONFIG_FIELD, dict(choice["config"]) if choice is not None else {})
+
+
+def carried(vllm_config: Any) -> tuple[str, dict[str, Any]] | None:
+    """Name and settings that a VllmConfig's own fields carry; None: vLLM's own manager, or no such fields."""
+    cache_config = getattr(vllm_config, "cache_config", None)
+    name = getattr(cache_config, NAME_FIELD, None)
+    # A mocked configuration has whatever is asked for.
+    return (str(name), dict(getattr(cache_config, CONFIG_FIELD))) if isinstance(name, str) else None
+
+
+class Registered:
+    """What vLLM's registry has under a name: the manager as kvplug makes it, with its settings, recorded if they say.
+
+    Attributes:
+        target: the manager's class, as `module:Class`.
+    """
+
+    def __init__(self, name: str, target: str) -> None:
+        self.name = name
+        self.target = target
+
+    def __call__(self, *, settings: Mapping[str, Any], **kwargs: Any) -> Any:
+        """Construct the manager with the keywords of vLLM's scheduler."""
+        from vllm_kvplug.vllm_glue import registry
+
+        return registry.factory(self.name, settings, engine_index=_engine_index.get())(**kwargs)
+
+    def block_hasher(self, block_size: int, caching_hash_fn: Callable[..., Any], *, settings: Mapping[str, Any]) -> Any:
+        """Make the block hasher of engines with this manager."""
+        from vllm_kvplug.vllm_glue import registry
+
+        factory = registry.hasher_factory(self.name, settings)
+        if factory is None:
+            from vllm.v1.core.kv_cache_utils import get_request_block_hasher
+
+            factory = get_request_block_hasher
+        return factory(block_size, caching_hash_fn)
+
+
+def offer(module: ModuleType) -> None:
+    """Register our managers, and other packages' of our entry point group, where vLLM does not know the name."""
+    from vllm_kvplug.vllm_glue import registry
+
+    known = module.KVCacheManagerFactory.names()
+    for name, target in registry.own_targets().items():
+        if name not in known:
+            module.KVCacheManagerFactory.register(name, Registered(name, target))
+
+
+def constructs_its_manager(scheduler_cls: type) -> bool:
+    """Whether a patched vLLM's own constructor is at work in the class, which asks the registry."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    return issubclass(scheduler_cls, Scheduler)
+
+
+def register(name: str) -> None:
+    """Let vLLM's registry make this manager as kvplug does: checked, recorded if the settings say.
+
+    Called when a scheduler is about to be constructed, whoever registered the name, or if it is `module:Class`: in an
+    engine's process the fork's own plugins are loaded after the choice has arrived.
+    """
+    factory = importlib.import_module(MODULE).KVCacheManagerFactory
+    found = factory.find(name)
+    if not isinstance(found, Registered):
+        factory.register(name, Registered(name, _target(found)))
+
+
+@contextmanager
+def in_fields(vllm_config: Any, choice: Mapping[str, Any], engine_index: int) -> Iterator[None]:
+    """Inside, where an engine or its scheduler is constructed, vLLM's own fields say the choice in any case.
+
+    They say it already, unless a program made a VllmConfig by hand, with the choice in `additional_config`.
+    """
+    cache_config = vllm_config.cache_config
+    before = getattr(cache_config, NAME_FIELD), getattr(cache_config, CONFIG_FIELD)
+    cache_config.kv_cache_manager, cache_config.kv_cache_manager_config = choice["name"], choice["config"]
+    token = _engine_index.set(engine_index)
+    try:
+        yield
+    finally:
+        _engine_index.reset(token)
+        cache_config.kv_cache_manager, cache_config.kv_cache_manager_config = before
+
+
+def targets() -> dict[str, str]:
+    """`module:Class` by name of what vLLM's registry and its entry points offer; nothing where there is no registry."""
+    if not is_there():
+        return {}
+    factory = importlib.import_module(MODULE).KVCacheManagerFactory
+    return {name: _target(factory.find(name)) for name in factory.names() if ":" not in name}
+
+
+def _target(found: Any) -> str:
+    if isinstance(found, str):
+        return found
+    return found.target if isinstance(found, Registered) else f"{found.__module__}:{found.__qualname__}"
