@@ -65,8 +65,12 @@ def replace_files(folder: Path, source: Path, names: Sequence[str]) -> None:
             swap.swap()
     except BaseException:
         for swap in begun:
-            swap.restore()
+            swap.restore()  # where this fails the backups stay
+        _clean(swaps)
         raise
-    finally:
-        for swap in swaps:
-            swap.clean()
+    _clean(swaps)
+
+
+def _clean(swaps: Sequence[_Swap]) -> None:
+    for swap in swaps:
+        swap.clean()
