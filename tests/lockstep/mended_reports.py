@@ -9,6 +9,7 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.metrics.stats import PrefixCacheStats
 
 from tests.lockstep import deviations
+from tests.lockstep.deviations import PLACES_IMAGES
 from tests.lockstep.trace import Setup
 from tests.lockstep.triggers import Triggers, wrap
 
@@ -73,7 +74,7 @@ def _right_keys(request: Any, start_token: int, end_token: int) -> tuple[Any, ..
     for feature in request.mm_features:
         place = feature.mm_position
         if place.offset < end_token and start_token < place.offset + place.length:
-            keys.append(feature.identifier)
+            keys.append((feature.identifier, place.offset - start_token) if PLACES_IMAGES else feature.identifier)
     if request.cache_salt and start_token == 0:
         keys.append(request.cache_salt)
     return tuple(keys) or None

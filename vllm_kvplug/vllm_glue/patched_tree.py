@@ -17,6 +17,8 @@ from types import ModuleType
 from typing import Any
 
 MODULE = "vllm.v1.core.kv_cache_manager_factory"
+# Of the registry's file, below the package's folder.
+PATH = MODULE.partition(".")[2].replace(".", "/") + ".py"
 NAME_FIELD = "kv_cache_manager"
 CONFIG_FIELD = "kv_cache_manager_config"
 
@@ -29,8 +31,7 @@ def is_there() -> bool:
     """Whether the vLLM of this environment has the registry. Imports nothing of it."""
     spec = importlib.util.find_spec("vllm")
     folders = (spec.submodule_search_locations if spec is not None else None) or ()
-    path = MODULE.partition(".")[2].replace(".", "/") + ".py"
-    return any((Path(folder) / path).is_file() for folder in folders)
+    return any((Path(folder) / PATH).is_file() for folder in folders)
 
 
 def way() -> str:
