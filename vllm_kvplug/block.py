@@ -117,9 +117,7 @@ class KVCacheBlocks:
     @classmethod
     def of_ids(cls, pool: BlockPool, block_ids: tuple[Sequence[int], ...]) -> KVCacheBlocks:
         """Blocks of `pool` by id. The rows are kept, not copied."""
-        self = cls.__new__(cls)
-        self._blocks, self._block_ids, self._pool = None, block_ids, pool
-        return self
+        return BlocksOfIds(pool, block_ids)
 
     def is_of(self, pool: BlockPool) -> bool:
         """Whether these are blocks of `pool`; of rows of objects that is not known, and taken for granted."""
@@ -184,18 +182,26 @@ class KVCacheBlocks:
         return f"{type(self).__name__}(block_ids={tuple(list(row) for row in self.block_ids)})"
 
 
-class NoBlocks(KVCacheBlocks):
-    """No blocks, the answer that a running request gets most of the time: quick to read.
+class BlocksOfIds(KVCacheBlocks):
+    """Blocks by id.
 
     Args:
-        pool: whose blocks they are not.
-        block_ids: an empty row for each group.
+        pool: their pool.
+        block_ids: `block_ids[group][i]`. The rows are kept, not copied.
     """
 
     __slots__ = ()
 
     def __init__(self, pool: BlockPool, block_ids: tuple[Sequence[int], ...]) -> None:
-        self._blocks, self._block_ids, self._pool = None, block_ids, pool
+        self._blocks = None
+        self._block_ids = block_ids
+        self._pool = pool
+
+
+class NoBlocks(BlocksOfIds):
+    """No blocks, the answer that a running request gets most of the time: quick to read."""
+
+    __slots__ = ()
 
     def get_block_ids(self, allow_none: bool = False) -> tuple[list[int], ...] | None:
         return None if allow_none else tuple([[] for _ in self.block_ids])

@@ -134,8 +134,13 @@ class BlockPool:
             raise BlockError(
                 f"cannot take {num_blocks} blocks from the pool: {self.num_free_blocks} of {self.num_blocks} are free"
             )
-        if num_blocks == 1 and not self._worthless:  # noqa: SIM108
-            block_ids = [self._take_one()]
+        first = self._next_unused
+        end = first + num_blocks
+        if end <= self.num_blocks and not self._worthless:
+            self._next_unused = end
+            block_ids = [*range(first, end)]
+        elif num_blocks == 1 and not self._worthless:
+            block_ids = [self._take_cached()]
         else:
             block_ids = self._take_several(num_blocks)
         self.num_free_blocks -= num_blocks
@@ -143,12 +148,8 @@ class BlockPool:
             notify(block_ids)
         return block_ids
 
-    def _take_one(self) -> int:
-        """The next free block, where none is worthless: what a decoding request takes."""
-        block_id = self._next_unused
-        if block_id < self.num_blocks:
-            self._next_unused = block_id + 1
-            return block_id
+    def _take_cached(self) -> int:
+        """The next free block, where all of them were used: what a decoding request takes."""
         run = self.policy.next_run()
         self._places = None
         block_id = run.block_ids.pop()
@@ -294,25 +295,25 @@ class BlockPool:
         self.held_runs[run] = None
         run.block_hashes += block_hashes
         self._changed()
-        self.indexes[group_id].insert(block_hashes, run)
+        self.indexes[group_id].add(run)
         return run
 
     def cache_more(self, run: BlockRun, block_ids: list[int], block_hashes: Sequence[bytes]) -> None:
         """The same, at the end of a run that only the caller holds, all of whose blocks are cached."""
+        self._changed()
+        self.indexes[run.group_id].add_more(run, block_hashes)
         run.block_ids += block_ids
         run.block_hashes += block_hashes
-        self._changed()
-        self.indexes[run.group_id].insert(block_hashes, run)
 
     def cache_one_more(self, run: BlockRun, block_id: int, block_hash: bytes) -> None:
         """The same for one block: what a decoding request does."""
-        run.block_ids.append(block_id)
-        run.block_hashes.append(block_hash)
         self.version += 1
         self._places = None
         index = self.indexes[run.group_id]
-        if index.runs.setdefault(block_hash, run) is not run:
-            index.set_aside(block_hash, run)
+        if not run.indexed_by_head or block_hash in index.runs:
+            index.add_more(run, (block_hash,))
+        run.block_ids.append(block_id)
+        run.block_hashes.append(block_hash)
 
     def uncache(self, run: BlockRun, offset: int, num_blocks: int) -> None:
         """Take those of these blocks of a run out of the prefix cache that are in it. Who holds them keeps them."""
@@ -321,6 +322,7 @@ class BlockPool:
             return
         self._changed()
         run.grower = None
+        self.indexes[run.group_id].index_in_full(run)
         for index in range(offset, end):
             block_hash = run.block_hashes[index]
             if block_hash is not None:
@@ -357,12 +359,17 @@ class BlockPool:
         else:
             block_hashes, run.block_hashes = run.block_hashes, []
         self.version += 1
-        if run.is_intact and not self._observers.on_evict:
-            self.indexes[run.group_id].remove(block_hashes, run)  # type: ignore[arg-type]  # intact: none is missing
-            return
+        observers = self._observers.on_evict
+        if run.indexed_by_head or (run.is_intact and not observers):
+            self.indexes[run.group_id].remove_end(run, block_hashes)  # type: ignore[arg-type]  # none is missing
+            if not observers:
+                return
         block_hashes.reverse()
         for block_hash, block_id in zip(block_hashes, block_ids[len(block_ids) - len(block_hashes) :], strict=True):
-            if block_hash is not None:
+            if run.indexed_by_head:
+                for notify in observers:
+                    notify(block_id, run.group_id, block_hash, True)
+            elif block_hash is not None:
                 self._remove_one(block_hash, run, block_id)
 
     def _remove_one(self, block_hash: bytes, run: BlockRun, block_id: int) -> None:
@@ -378,7 +385,7 @@ class BlockPool:
             index.clear()
         for run in self.free_runs():
             run.block_hashes.clear()
-            run.is_intact = True
+            run.is_intact, run.indexed_by_head = True, False
         self._changed()
         for notify in self._observers.on_reset:
             notify()

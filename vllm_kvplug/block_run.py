@@ -24,11 +24,12 @@ class BlockRun:
         num_holders: requests that hold all of these blocks; 0: they are free.
         rest: what was split off behind this run. Only who holds more blocks than this run has may follow it: for all
             others it may be out of date. None again when nobody holds the run, or only one who holds no more.
-        is_intact: the index answers each of the hashes with this run. (Not so where another block had the hash before,
-            or where one left the cache.)
-        grower: the table whose last hold this run is, all of it cached and nobody else's: it may put further blocks at
-            its end as they are cached. None as soon as that may no longer be so: the run is hit, split, in part taken
-            out of the cache, or given back.
+        is_intact: each of the hashes leads to this run. (Not so where another block had the hash before, or where one
+            left the cache.)
+        indexed_by_head: the index has the first of the hashes alone; no other run has any of them.
+        grower: a table's last hold, where this run is all of it, cached and nobody else's: the table may put further
+            blocks at the run's end as they are cached. None as soon as that may no longer be so: the run is hit, split,
+            in part taken out of the cache, or given back.
         place: where an eviction policy keeps a free run; the policy's own.
     """
 
@@ -38,6 +39,7 @@ class BlockRun:
         "first_position",
         "group_id",
         "grower",
+        "indexed_by_head",
         "is_intact",
         "num_holders",
         "place",
@@ -52,6 +54,7 @@ class BlockRun:
         self.num_holders = num_holders
         self.rest: BlockRun | None = None
         self.is_intact = True
+        self.indexed_by_head = False
         self.grower: object = None
         self.place: Any = None
 

@@ -49,6 +49,7 @@ class Coordinator:
                 observers,
                 num_hashes_per_block=group.num_tokens_per_block // num_tokens_per_hash if num_tokens_per_hash else 1,
                 num_blocks_beyond_hit=num_blocks_beyond_hit.get(group.kind, 0),
+                caches=enable_caching,
             )
             for group_id, group in enumerate(geometry.groups)
         )
@@ -111,6 +112,11 @@ class Coordinator:
         num_blocks = max_num_tokens // group.num_tokens_per_block - (group.num_blocks_beyond_hit > 0)
         return max(num_blocks, 0) * group.num_tokens_per_block
 
+    def note_hits_named(self, request: Any, hits: Sequence[Hit]) -> None:
+        """A caller names hits that no lookup of this moment found: they may be another prefix than the request's."""
+        for group, hit in zip(self.groups, hits, strict=True):
+            group.note_hit_named(request, hit)
+
     def check_admission(self, request_id: str, hits: Sequence[Hit], *, is_admission: bool) -> None:
         """See that the request can have these hits, in every group. Changes nothing."""
         for group, hit in zip(self.groups, hits, strict=True):
@@ -153,7 +159,8 @@ class Coordinator:
         gets the slots that it lacks, and what is full with its first `num_cache_tokens` tokens is cached.
 
         Returns:
-            New ids by group, and the quiet limit; None where the free blocks do not suffice, nothing was changed then.
+            New ids by group, or () where there are none, and the quiet limit; None where the free blocks do not
+            suffice, nothing was changed then.
         """
         request_id = request.request_id
         missing = [group.num_missing_blocks(request_id, num_slot_tokens) for group in self.groups]
@@ -163,7 +170,7 @@ class Coordinator:
         rows = [group.take_more(request_id, number) for group, number in zip(self.groups, missing, strict=True)]
         if num_cache_tokens:
             self.cache_full_blocks(request, num_cache_tokens)
-        return tuple(rows), self.quiet_limit_tokens(request_id)
+        return tuple(rows) if any(rows) else (), self.quiet_limit_tokens(request_id)
 
     def check_block_hashes(self, request: Any, num_tokens: int) -> None:
         """See that the request has the hashes that caching its first `num_tokens` tokens needs."""
@@ -225,11 +232,8 @@ class Coordinator:
     def quiet_limit_tokens(self, request_id: str) -> int:
         """The most tokens that the request can grow to without any group having something to do."""
         if len(self.groups) == 1:
-            return self.groups[0].quiet_limit_tokens(request_id, caches=self._enable_caching)
-        return min(
-            (group.quiet_limit_tokens(request_id, caches=self._enable_caching) for group in self.groups),
-            default=NO_LIMIT,
-        )
+            return self.groups[0].quiet_limit_tokens(request_id)
+        return min((group.quiet_limit_tokens(request_id) for group in self.groups), default=NO_LIMIT)
 
     def take_unreported_block_ids(self) -> list[int]:
         """New block ids of all groups since the last call, each once."""

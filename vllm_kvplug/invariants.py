@@ -163,12 +163,12 @@ def _check_holds(layout: Layout, group: AttentionGroup, name: str, request_id: s
 
 def _check_growing(name: str, request_id: str, table: Any) -> Iterator[Finding]:
     """Whether a run that takes the next cached block by the shortest way may do so."""
-    run = table.growing
-    if run is None or run.grower is not table:
+    last = table.growing
+    if last is None or last.run.grower is not last:
         return
+    run = last.run
     what = f"{name}: the run that grows"
-    last = table.holds[-1] if table.holds else None
-    if last is None or last.run is not run:
+    if not table.holds or table.holds[-1] is not last:
         yield differs(what, "that of its last hold", repr(run), None, request_id)
         return
     lengths = len(run.block_ids), len(run.block_hashes), table.num_cached_blocks - last.position

@@ -7,12 +7,12 @@ skip_reading_prefix_cache, num_output_placeholders.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from vllm_kvplug import call_checks, eviction
 from vllm_kvplug.allocation import AllocationPlan, Refusal, SlotDemand
-from vllm_kvplug.block import FoundBlocks, HeldBlocks, KVCacheBlocks, NoBlocks
+from vllm_kvplug.block import BlocksOfIds, FoundBlocks, HeldBlocks, KVCacheBlocks, NoBlocks
 from vllm_kvplug.block_pool import BlockPool
 from vllm_kvplug.block_run import NO_HIT, Hit
 from vllm_kvplug.block_states import find_hit
@@ -24,6 +24,8 @@ from vllm_kvplug.groups.base import NO_LIMIT
 from vllm_kvplug.observers import Observer, ObserverSet
 from vllm_kvplug.settings import Settings
 from vllm_kvplug.sizing import NeverFits, never_fits
+
+_Grow = Callable[[Any, int, int], tuple[tuple[Sequence[int], ...], int] | None]
 
 
 class _Lookup(NamedTuple):
@@ -86,12 +88,14 @@ class CacheManager:
         has_window = any(group.kind in WINDOW_KINDS for group in geometry.groups)
         self._max_quiet_new_tokens = 1 if has_window else NO_LIMIT
         self._refused_alone: dict[str, Refusal] = {}
-        self._grows_plainly = self._coordinator.grows_plainly
+        grows_plainly = self._coordinator.grows_plainly
         self._releases_skipped = self._coordinator.releases_skipped
-        # The only group, where its requests only take blocks at their tables' ends and give none back while they run.
-        self._only_group = None
-        if len(self.groups) == 1 and self._grows_plainly and not self._releases_skipped:
-            self._only_group = self.groups[0]
+        # What serves requests without hits by a short way, where their groups only take blocks at their tables' ends.
+        self._grow: _Grow | None = None
+        if len(self.groups) == 1 and grows_plainly and not self._releases_skipped:
+            self._grow = self.groups[0].grow_alone
+        elif grows_plainly:
+            self._grow = self._grow_groups
         self._num_tokens_per_hash = geometry.num_tokens_per_hash or 1
         if self.checks is not None:
             self.checks.watch(self, CacheManager)
@@ -157,26 +161,24 @@ class CacheManager:
             CallError: arguments that no request can have. Nothing was changed.
         """
         no_blocks = self.empty_kv_cache_blocks
-        if (
-            (new_computed_blocks is None or new_computed_blocks is no_blocks)
-            and not num_external_computed_tokens
-            and not num_new_computed_tokens
-            and not num_encoder_tokens
-            and num_new_tokens > 0
-        ):
-            # The decode step that needs nothing: one look, one sum, one comparison.
-            limit_tokens = self._quiet_limits_tokens.get(request.request_id, -1)
+        if num_new_tokens > 0 and not (num_new_computed_tokens or num_external_computed_tokens or num_encoder_tokens):
             num_tokens = request.num_computed_tokens + num_new_tokens + num_lookahead_tokens
-            if (
-                num_tokens <= limit_tokens
-                and num_new_tokens <= self._max_quiet_new_tokens
-                and new_computed_blocks is None  # else a lookup is to be reported
-            ):
-                return no_blocks
-            if not delay_cache_blocks and (self._only_group is not None or (limit_tokens >= 0 and self._grows_plainly)):
-                answer = self._grow(request, num_tokens, num_tokens - num_lookahead_tokens)
-                if answer is not None:
-                    return answer
+            if new_computed_blocks is None:
+                # The decode step that needs nothing: one look, one sum, one comparison.
+                limit_tokens = self._quiet_limits_tokens.get(request.request_id, -1)
+                if num_tokens <= limit_tokens and num_new_tokens <= self._max_quiet_new_tokens:
+                    return no_blocks
+                is_plain = not delay_cache_blocks
+            else:
+                is_plain = new_computed_blocks is no_blocks and not delay_cache_blocks
+            is_plain = is_plain and num_tokens <= self.max_model_len
+            if is_plain and self._grow is not None and num_lookahead_tokens >= 0 and request.num_computed_tokens >= 0:
+                grown = self._grow(request, num_tokens, num_tokens - num_lookahead_tokens)
+                if grown is not None:
+                    rows, self._quiet_limits_tokens[request.request_id] = grown
+                    if self._lookups:
+                        self._note_admission(request)
+                    return BlocksOfIds(self.pool, rows) if rows else no_blocks
 
         demand = SlotDemand(
             num_computed_tokens=request.num_computed_tokens,
@@ -241,28 +243,18 @@ class CacheManager:
             return False
         return plan.num_free_blocks_needed <= self.pool.num_free_blocks or self._holds_all(request.request_id)
 
-    def _grow(self, request: Any, num_slot_tokens: int, num_tokens_after_step: int) -> KVCacheBlocks | None:
-        """Serve a request without hits that stays within max_model_len and whose groups only take blocks at their
-        tables' ends; a running one, unless there is but one group. None: not so easily, nothing was changed (but what
-        the windows have left behind).
-        """
-        if num_slot_tokens > self.max_model_len or num_slot_tokens < num_tokens_after_step:
-            return None
-        if request.num_computed_tokens < 0:
-            return None
-        group = self._only_group
-        if group is None:
-            return self._grow_groups(request, num_slot_tokens, num_tokens_after_step)
-        grown = group.grow_alone(request, num_slot_tokens, num_tokens_after_step, self.enable_caching)
-        if grown is None:
-            return None
-        row, self._quiet_limits_tokens[request.request_id] = grown
-        if self._lookups:
-            self._note_admission(request)
-        return KVCacheBlocks.of_ids(self.pool, (row,)) if row else self.empty_kv_cache_blocks
+    def _grow_groups(
+        self, request: Any, num_slot_tokens: int, num_tokens_after_step: int
+    ) -> tuple[tuple[Sequence[int], ...], int] | None:
+        """Serve a running request without hits whose groups only take blocks at their tables' ends. (Where there is but
+        one group, which gives none back: `AttentionGroup.grow_alone`.)
 
-    def _grow_groups(self, request: Any, num_slot_tokens: int, num_tokens_after_step: int) -> KVCacheBlocks | None:
-        """The same for several groups, or one with a window."""
+        Returns:
+            New ids by group, or () where there are none, and the quiet limit. None: not so easily, nothing was changed
+            but for what the windows have left behind.
+        """
+        if request.request_id not in self._quiet_limits_tokens:
+            return None
         num_cache_tokens = 0
         if self.enable_caching:
             # Drafts may be rejected: only tokens that the request has for certain are cached.
@@ -277,12 +269,9 @@ class CacheManager:
         grown = coordinator.grow(request, num_slot_tokens, num_cache_tokens)
         if grown is None:
             return None
-        rows, self._quiet_limits_tokens[request.request_id] = grown
         if self._releases_skipped:
             self._note_drafts(request, num_tokens_after_step)
-        if self._lookups:
-            self._note_admission(request)
-        return self._answer(rows)
+        return grown
 
     def _serve(
         self, request: Any, demand: SlotDemand, hits: Sequence[Hit], num_cache_tokens: int, *, is_admission: bool
@@ -316,9 +305,9 @@ class CacheManager:
                 have found.
         """
         pool = self.pool
-        hits = blocks.hits_in(pool, num_hit_tokens) if type(blocks) is FoundBlocks else None
-        if hits is not None:
-            return hits
+        found = blocks.hits_in(pool, num_hit_tokens) if type(blocks) is FoundBlocks else None
+        if found is not None:
+            return found
         call_checks.check_hits(
             request.request_id,
             blocks.block_ids,
@@ -327,10 +316,12 @@ class CacheManager:
             is_ours=blocks.is_of(pool),
             enable_caching=self.enable_caching,
         )
-        return [
+        hits = [
             find_hit(pool, group.group_id, row, may_be_null=not group.any_shorter_prefix_serves)
             for group, row in zip(self.groups, blocks.block_ids, strict=True)
         ]
+        self._coordinator.note_hits_named(request, hits)
+        return hits
 
     def _num_confirmed_tokens(self, request: Any, num_present_tokens: int) -> int:
         """Computed tokens that stay even if every draft under way is rejected.

@@ -5,12 +5,18 @@ A hash stands for the whole prefix up to its block's end. So where a run and a r
 all before it, and a lookup looks at a run's ends, not at each block. Two requests can compute the same prefix at the
 same time: then a hash has several runs. The one cached first answers lookups; when it goes, the next oldest takes its
 place. Runs in which another answers for a hash are not intact, and looked at block by block.
+
+**By head.** Where every lookup goes on from the block before (attention that looks at all tokens), a run needs no more
+in the index than its first hash, its head: a lookup comes to it there, or at no hash at all. That holds as long as no
+other run has one of its hashes. Who computes a block has the block before it in a run as well, so two runs that share
+a hash share those before it, down to the head of one of them: whichever comes second finds that head in the index, or
+has it found. From then on both are indexed in full, by each of their hashes.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import repeat
 
 from vllm_kvplug.block_run import BlockRun, Hit, RunPart
@@ -19,33 +25,47 @@ from vllm_kvplug.block_run import BlockRun, Hit, RunPart
 class PrefixIndex:
     """Block hash -> run, with later duplicates kept aside in the order of their insertion.
 
+    Args:
+        by_head: index runs by their first hash alone where that suffices (see the module). The caller guarantees that
+            all lookups are `match` from position 0, and that a request's blocks are cached from its first one on,
+            without gaps.
+
     Attributes:
-        runs: by block hash, the run that answers for it. For reading, and for the pool's shortest way.
+        by_head: see there. False from when somebody wants every hash in it.
+        runs: by block hash, the run that answers for it, less what is indexed by head. For reading, and for the pool's
+            shortest way.
     """
 
-    __slots__ = ("_duplicates", "runs")
+    __slots__ = ("_duplicates", "by_head", "runs")
 
-    def __init__(self) -> None:
+    def __init__(self, *, by_head: bool = False) -> None:
+        self.by_head = by_head
         self.runs: dict[bytes, BlockRun] = {}
         # Only hashes with more than one run have an entry: the others, oldest first (a dict used as an ordered set).
         self._duplicates: dict[bytes, dict[BlockRun, None]] = {}
 
     def __len__(self) -> int:
         """Number of distinct hashes."""
-        return len(self.runs)
+        return len(self.runs) + sum(len(run.block_hashes) - 1 for run in self._runs_by_head())
+
+    def _runs_by_head(self) -> Iterator[BlockRun]:
+        return (run for run in self.runs.values() if run.indexed_by_head) if self.by_head else iter(())
 
     def run(self, block_hash: bytes) -> BlockRun | None:
-        """The run that answers for this hash, or None."""
-        return self.runs.get(block_hash)
+        """The run that answers for this hash, or None. Slow where runs are indexed by head: looks at all of them."""
+        run = self.runs.get(block_hash)
+        if run is None:
+            run = next((run for run in self._runs_by_head() if block_hash in run.block_hashes), None)
+        return run
 
     def get(self, block_hash: bytes, position: int = 0) -> int | None:
         """The block id that answers for this hash, or None. `position` in the request, if known, makes it faster."""
-        run = self.runs.get(block_hash)
+        run = self.run(block_hash)
         return None if run is None else run.block_ids[offset_in(run, block_hash, position)]
 
     def block_ids(self, block_hash: bytes) -> list[int]:
         """Every block id with this hash, the answering one first."""
-        first = self.runs.get(block_hash)
+        first = self.run(block_hash)
         runs = [] if first is None else [first, *self._duplicates.get(block_hash, ())]
         return [run.block_ids[run.block_hashes.index(block_hash)] for run in runs]
 
@@ -114,9 +134,42 @@ class PrefixIndex:
                 differing = middle
         return agreeing
 
-    def insert(self, block_hashes: Sequence[bytes], run: BlockRun) -> None:
-        """Add a run under hashes of its blocks. The caller guarantees that it is not under them yet."""
+    def add(self, run: BlockRun) -> None:
+        """Add a run that is not in here yet."""
+        block_hashes: Sequence[bytes] = run.block_hashes  # type: ignore[assignment]  # new: none is missing
+        if self.by_head and self.runs.keys().isdisjoint(block_hashes):
+            run.indexed_by_head = True
+            self.runs[block_hashes[0]] = run
+        else:
+            self._insert(block_hashes, run)
+
+    def add_more(self, run: BlockRun, block_hashes: Sequence[bytes]) -> None:
+        """Add a run that is in here under further hashes, which it does not have itself yet."""
+        if run.indexed_by_head:
+            if self.runs.keys().isdisjoint(block_hashes):
+                return
+            self.index_in_full(run)
+        self._insert(block_hashes, run)
+
+    def index_in_full(self, run: BlockRun) -> None:
+        """Index a run by each of its hashes, if it is not."""
+        if run.indexed_by_head:
+            run.indexed_by_head = False
+            self.runs.update(zip(run.block_hashes, repeat(run)))  # type: ignore[arg-type]  # none is missing
+
+    def index_all_in_full(self) -> None:
+        """From now on every hash is in here: for who adds and removes whatever they like."""
+        for run in list(self._runs_by_head()):
+            self.index_in_full(run)
+        self.by_head = False
+
+    def _insert(self, block_hashes: Sequence[bytes], run: BlockRun) -> None:
         first = self.runs
+        if self.by_head:
+            for block_hash in block_hashes:
+                other = first.get(block_hash)
+                if other is not None:
+                    self.index_in_full(other)
         num_hashes = len(first) + len(block_hashes)
         deque(map(first.setdefault, block_hashes, repeat(run)), maxlen=0)
         if len(first) != num_hashes:
@@ -129,9 +182,12 @@ class PrefixIndex:
         self._duplicates.setdefault(block_hash, {})[run] = None
         run.is_intact = False
 
-    def remove(self, block_hashes: Sequence[bytes], run: BlockRun) -> None:
-        """Remove a run from hashes that it was inserted under."""
-        if run.is_intact and (not self._duplicates or self._duplicates.keys().isdisjoint(block_hashes)):
+    def remove_end(self, run: BlockRun, block_hashes: Sequence[bytes]) -> None:
+        """Remove a run that is intact from hashes that were its last ones; it does not have them any more."""
+        if run.indexed_by_head:
+            if not run.block_hashes:
+                del self.runs[block_hashes[0]]
+        elif run.is_intact and (not self._duplicates or self._duplicates.keys().isdisjoint(block_hashes)):
             first = self.runs
             for block_hash in block_hashes:
                 del first[block_hash]
@@ -140,7 +196,7 @@ class PrefixIndex:
                 self.remove_one(block_hash, run)
 
     def remove_one(self, block_hash: bytes, run: BlockRun) -> bool:
-        """Remove a run from a hash that it was inserted under. Answers whether it was the last one with it."""
+        """Remove a run that is indexed in full from one hash. Answers whether it was the last one with it."""
         others = self._duplicates.get(block_hash)
         if others is None:
             del self.runs[block_hash]
@@ -153,10 +209,16 @@ class PrefixIndex:
         return False
 
     def move(self, block_hashes: Sequence[bytes | None], run: BlockRun, to_run: BlockRun) -> bool:
-        """Let `to_run` take the place of `run` under these hashes, wherever it is in their order. Answers whether it is
-        the one that answers for all of them.
+        """Let `to_run`, which has these hashes of `run` now, take its place under them, wherever it is in their order.
+        Answers whether they all lead to it.
         """
         runs, duplicates = self.runs, self._duplicates
+        if run.indexed_by_head:
+            to_run.indexed_by_head = True
+            for part in (run, to_run):
+                if part.block_hashes:
+                    runs[part.block_hashes[0]] = part  # type: ignore[index]  # none is missing
+            return True
         if run.is_intact:
             runs.update(zip(block_hashes, repeat(to_run)))  # type: ignore[arg-type]  # intact: none is missing
             return True
@@ -172,9 +234,15 @@ class PrefixIndex:
                 duplicates[block_hash] = {to_run if other is run else other: None for other in others}
         return answers_all
 
-    def items(self) -> Iterable[tuple[bytes, list[int]]]:
+    def items(self) -> Iterator[tuple[bytes, list[int]]]:
         """Every hash with its block ids, the answering one first: for checks and views."""
-        return ((block_hash, self.block_ids(block_hash)) for block_hash in self.runs)
+        for block_hash, run in self.runs.items():
+            if run.indexed_by_head:
+                for its_hash, block_id in zip(run.block_hashes, run.block_ids, strict=False):
+                    assert its_hash is not None  # else it is not indexed by head
+                    yield its_hash, [block_id]
+            else:
+                yield block_hash, self.block_ids(block_hash)
 
     def clear(self) -> None:
         """Forget everything."""

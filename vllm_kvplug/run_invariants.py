@@ -195,6 +195,7 @@ def _check_numbers(pool: BlockPool, layout: Layout) -> Iterator[Finding]:
 
 def _check_index(group_id: int, index: PrefixIndex, layout: Layout) -> Iterator[Finding]:
     """Whether the runs that the index answers with have these hashes, in this group."""
+    yield from _check_heads(group_id, index, layout)
     alive = {*layout.held, *layout.free}
     hashes_of: dict[BlockRun, set[bytes | None]] = {}
     duplicates: Mapping[bytes, Mapping[BlockRun, None]] = index._duplicates
@@ -218,6 +219,27 @@ def _check_index(group_id: int, index: PrefixIndex, layout: Layout) -> Iterator[
                 expected = f"group {group_id}, {short(block_hash)}"
                 found = f"group {run.group_id}, {', '.join(map(short, run.block_hashes)) or 'no hash'}"
                 yield differs(f"{name_of(run)}: group and hash, as indexed", expected, found, run.block_ids[0])
+
+
+def _check_heads(group_id: int, index: PrefixIndex, layout: Layout) -> Iterator[Finding]:
+    """Whether no other run has a hash of a run that is indexed by its first one alone."""
+    runs = [run for run in (*layout.held, *layout.free) if run.group_id == group_id and run.block_hashes]
+    num_runs = Counter(block_hash for run in runs for block_hash in run.block_hashes)
+    for run in runs:
+        if not run.indexed_by_head or not run.block_ids:
+            continue
+        name, block_id = name_of(run), run.block_ids[0]
+        if not index.by_head:
+            yield differs(f"{name}: indexed by head, in an index by each hash", "never", "it", block_id)
+        if not run.is_intact:
+            yield differs(f"{name}: indexed by head", "an intact run", "one that is not", block_id)
+        for position, block_hash in enumerate(run.block_hashes):
+            if num_runs[block_hash] > 1:
+                found = num_runs[block_hash]
+                yield differs(f"{name}: runs with its {short(block_hash)}, indexed by head", 1, found, block_id)
+            if position and block_hash in index.runs:
+                what = f"{name}: what its {short(block_hash)}, not the first, leads to"
+                yield differs(what, "nothing, indexed by head", repr(index.runs[block_hash]), block_id)
 
 
 def _check_hashes(manager: CacheManager, layout: Layout) -> Iterator[Finding]:
@@ -249,6 +271,8 @@ def _check_answers(run: BlockRun, index: PrefixIndex) -> Iterator[Finding]:
                 yield differs(f"block {block_id}: hash in an intact run", "one", "none", block_id)
             continue
         answering = runs.get(block_hash)
+        if run.indexed_by_head and block_hash != run.block_hashes[0]:
+            continue  # see _check_heads
         if answering is not run:
             if run not in index._duplicates.get(block_hash, {}):
                 where = f"in the index of group {run.group_id} under {short(block_hash)}"

@@ -92,14 +92,19 @@ def remember_wrong_places(manager: CacheManager) -> None:
     manager.pool._places = {**manager.pool.places(), 3: (run_at(manager, 1), 0)}
 
 
+def index_in_full(manager: CacheManager) -> None:
+    manager.pool.indexes[0].index_all_in_full()
+
+
 def let_hashes_be_equal(manager: CacheManager) -> None:
+    index_in_full(manager)
     forget_index_entry(manager, 2)
     put(run_at(manager, 1).block_hashes, 1, hash_of(manager, 1))
 
 
 def add_hash_beyond_the_blocks(manager: CacheManager) -> None:
     run_at(manager, 1).block_hashes.append(Z)
-    manager.pool.indexes[0].insert([Z], run_at(manager, 1))
+    manager.pool.indexes[0].add_more(run_at(manager, 1), [Z])
 
 
 def make_a_hole_in_an_intact_run(manager: CacheManager) -> None:
@@ -200,7 +205,7 @@ POOL_DAMAGES: dict[str, tuple[Damage, str]] = {
         B_RUN + "hashes of a worthless run: expected none, found 2",
     ),
     "hash forgotten": (
-        lambda m: run_at(m, 1).block_hashes.pop(),
+        lambda m: (index_in_full(m), run_at(m, 1).block_hashes.pop()),
         A_RUN + "group and hash, as indexed: expected group 0, hash ",
     ),
     "hash changed": (lambda m: put(run_at(m, 1).block_hashes, 0, Z), "found group 0, hash 7a7a7a7a7a7a7a7a, hash "),
@@ -210,11 +215,11 @@ POOL_DAMAGES: dict[str, tuple[Damage, str]] = {
         "block 1: cached: expected in the index of group 0 under hash ",
     ),
     "index answers for more than a run has": (
-        lambda m: m.pool.indexes[0].insert([Z], run_at(m, 1)),
+        lambda m: (index_in_full(m), m.pool.indexes[0].add_more(run_at(m, 1), [Z])),
         A_RUN + "group and hash, as indexed: expected group 0, hash 7a7a7a7a7a7a7a7a, found group 0, hash ",
     ),
     "index has a run that is gone": (
-        lambda m: m.pool.indexes[0].insert([Z], free_run(7)),
+        lambda m: m.pool.indexes[0].add_more(free_run(7), [Z]),
         "group 0, hash 7a7a7a7a7a7a7a7a: its run in the prefix index: expected one that is held or free, "
         "found BlockRun(",
     ),
@@ -228,6 +233,22 @@ POOL_DAMAGES: dict[str, tuple[Damage, str]] = {
         "found None and [BlockRun(",
     ),
     "more hashes than blocks": (add_hash_beyond_the_blocks, A_RUN + "its hashes: expected at most 2, found 3"),
+    "indexed by head, while another has one of its hashes": (
+        lambda m: put(run_at(m, 5).block_hashes, 1, hash_of(m, 2)),
+        A_RUN + "runs with its hash ",
+    ),
+    "indexed by head, while a later hash is in the index": (
+        lambda m: m.pool.indexes[0].runs.update({hash_of(m, 2): run_at(m, 1)}),
+        ", not the first, leads to: expected nothing, indexed by head, found BlockRun(2 blocks",
+    ),
+    "indexed by head, and not intact": (
+        lambda m: setattr(run_at(m, 1), "is_intact", False),
+        A_RUN + "indexed by head: expected an intact run, found one that is not",
+    ),
+    "indexed by head, in an index by each hash": (
+        lambda m: setattr(m.pool.indexes[0], "by_head", False),
+        A_RUN + "indexed by head, in an index by each hash: expected never, found it",
+    ),
     "hash twice in a run": (
         let_hashes_be_equal,
         A_RUN + "hashes of the run: expected each once, found 2, of them 1 different",
@@ -307,19 +328,19 @@ TABLE_DAMAGES: dict[str, tuple[Damage, str]] = {
         "group 0, position 0: where its run begins: expected 0, found 5",
     ),
     "growing run that is not the last hold's": (
-        lambda m: table(m).grow_from_now_on(run_at(m, 5)),
+        lambda m: table(m).grow_from_now_on(Hold(4, run_at(m, 5), 3)),
         "group 0: the run that grows: expected that of its last hold, found BlockRun(3 blocks",
     ),
     "growing run that is not all cached": (
-        lambda m: (table(m).grow_from_now_on(run_at(m, 1)), bump(table(m), "num_cached_blocks")),
+        lambda m: (table(m).grow_from_now_on(table(m).holds[-1]), bump(table(m), "num_cached_blocks")),
         "group 0: the run that grows: expected 2 blocks, hashes and cached positions, found 2 and 2 and 3",
     ),
     "growing run of several": (
-        lambda m: (table(m).grow_from_now_on(run_at(m, 1)), bump(run_at(m, 1), "num_holders")),
+        lambda m: (table(m).grow_from_now_on(table(m).holds[-1]), bump(run_at(m, 1), "num_holders")),
         "group 0: the run that grows: holders, and first unpublished: expected 1 and None, found 2 and None",
     ),
     "growing run of what is not published": (
-        lambda m: (table(m).grow_from_now_on(run_at(m, 1)), setattr(table(m), "first_unpublished", 2)),
+        lambda m: (table(m).grow_from_now_on(table(m).holds[-1]), setattr(table(m), "first_unpublished", 2)),
         "group 0: the run that grows: holders, and first unpublished: expected 1 and None, found 1 and 2",
     ),
     "null block in a hold": (
@@ -526,7 +547,7 @@ def test_a_block_cached_by_another_group_than_holds_it() -> None:
     manager.pool.uncache(run, 0, 1)
     run.group_id = 1
     run.block_hashes.append(Z)
-    manager.pool.indexes[1].insert([Z], run)
+    manager.pool.indexes[1].add_more(run, [Z])
     expected = (
         "request 'a', group 0, position 0: block 1 in the prefix cache: expected as group 0's, found it as group 1's"
     )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import vllm_kvplug
-from tests.glue.support import IS_PATCHED, is_hooked, run_python
+from tests.glue.support import IS_PATCHED, is_hooked, patched_only, run_python
 from vllm_kvplug.errors import KVPlugError
 
 
@@ -65,6 +65,22 @@ def test_another_vllm_version_is_refused(make_config: Any, monkeypatch: pytest.M
     with pytest.raises(KVPlugError, match=r"expects vLLM 0\.17\.1, found 0\.18\.0"):
         make_config(additional_config={"kv_cache_manager": "kvplug"})
     assert make_config().additional_config == {}
+
+
+@patched_only
+def test_a_forks_manager_on_another_version_is_not_ours_to_refuse(
+    make_config: Any, cli_parser: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import vllm
+
+    theirs = "tests.glue.managers:Plain"
+    monkeypatch.setattr(vllm, "__version__", "0.18.1")
+    cache_config = make_config(kv_cache_manager=theirs).cache_config
+    assert (type(cache_config.kv_cache_manager), cache_config.kv_cache_manager) == (str, theirs)
+    namespace = cli_parser.parse_args(["serve", "m", "--kv-cache-manager", theirs])
+    assert (namespace.kv_cache_manager, namespace.additional_config) == (theirs, {})
+    with pytest.raises(KVPlugError, match=r"expects vLLM 0\.17\.1, found 0\.18\.1"):
+        make_config(kv_cache_manager="kvplug")
 
 
 def test_a_vllm_that_lacks_our_hooks_serves_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,9 +50,9 @@ ORDER = (
     ),
     mistake(
         "a block that was never used comes before a freed one, if a single one is taken",
-        "block_pool.BlockPool._take_one",
-        "if block_id < self.num_blocks:",
-        "if block_id < self.num_blocks and not any(run.block_ids for run in self.policy):",
+        "block_pool.BlockPool.take",
+        "if end <= self.num_blocks and",
+        "if end <= self.num_blocks and not (num_blocks == 1 and any(run.block_ids for run in self.policy)) and",
     ),
     mistake(
         "the capacity check counts hit blocks that are free",
@@ -94,7 +94,7 @@ ORDER = (
     ),
     mistake(
         "of duplicates the first inserted answers",
-        "prefix_index.PrefixIndex.insert",
+        "prefix_index.PrefixIndex._insert",
         "self.set_aside(block_hash, run)",
         "self.set_aside(block_hash, first[block_hash]); first[block_hash] = run",
     ),
@@ -112,7 +112,7 @@ ORDER = (
     ),
     mistake(
         "a block loses its hash when it alone is taken again",
-        "block_pool.BlockPool._take_one",
+        "block_pool.BlockPool._take_cached",
         "if len(run.block_hashes) > len(run.block_ids):",
         "if False:",
     ),

@@ -139,8 +139,9 @@ _GROWTH = tried_in(
     mistake(
         "of duplicates the first inserted answers, if a single one is cached",
         "block_pool.BlockPool.cache_one_more",
-        "index.set_aside(block_hash, run)",
-        "index.set_aside(block_hash, index.runs[block_hash]); index.runs[block_hash] = run",
+        "index.add_more(run, (block_hash,))",
+        "other = index.runs.pop(block_hash, None); index.add_more(run, (block_hash,)); "
+        "other and other is not run and index.set_aside(block_hash, other)",
     ),
     mistake(
         "loose blocks go back before the run that they follow",
@@ -175,7 +176,7 @@ _SHORTEST = tried_in(
     mistake(
         "a run that has grown by the shortest way is longer for its holder, too",
         "groups.base.AttentionGroup.grow_alone",
-        "table.holds[-1].num_blocks += 1",
+        "hold.num_blocks += 1",
         "pass",
     ),
     mistake(
@@ -251,14 +252,14 @@ _NOT_INTACT = tried_in(
     ),
     mistake(
         "evicting from the end of a run that is not intact leaves the others' hashes",
-        "prefix_index.PrefixIndex.remove",
+        "prefix_index.PrefixIndex.remove_end",
         "run.is_intact and (",
         "(",
-        Edit("block_pool.BlockPool._uncache_end", "if run.is_intact and not", "if not"),
+        Edit("block_pool.BlockPool._uncache_end", "(run.is_intact and not observers)", "not observers"),
     ),
     mistake(
         "evicting from a run's end leaves the duplicates' hashes",
-        "prefix_index.PrefixIndex.remove",
+        "prefix_index.PrefixIndex.remove_end",
         "self._duplicates.keys().isdisjoint(block_hashes)",
         "True",
     ),
@@ -285,6 +286,71 @@ _NOT_INTACT = tried_in(
         "block_pool.BlockPool.uncache",
         "min(offset + num_blocks, len(run.block_hashes))",
         "len(run.block_hashes)",
+    ),
+)
+
+# Runs that are in the index by their first hash alone.
+_BY_HEAD = tried_in(
+    lambda setup: setup.enable_caching and any(group.is_full for group in setup.groups),
+    mistake(
+        "a new run that has a hash of another is indexed in full",
+        "prefix_index.PrefixIndex.add",
+        "self.runs.keys().isdisjoint(block_hashes)",
+        "block_hashes[0] not in self.runs",
+    ),
+    mistake(
+        "a run that has a hash of a new one is indexed in full",
+        "prefix_index.PrefixIndex._insert",
+        "self.index_in_full(other)",
+        "pass",
+    ),
+    mistake(
+        "a run that comes to a hash of another is indexed in full",
+        "block_pool.BlockPool.cache_one_more",
+        " or block_hash in index.runs",
+        "",
+    ),
+    mistake(
+        "a run that has come to a hash of another has all its hashes in the index",
+        "prefix_index.PrefixIndex.add_more",
+        "self.index_in_full(run)",
+        "run.indexed_by_head = False",
+    ),
+    mistake(
+        "what is split off a run indexed by head is found by its own",
+        "prefix_index.PrefixIndex.move",
+        "for part in (run, to_run):",
+        "for part in (run,):",
+    ),
+    mistake(
+        "what is split off a run indexed by head is indexed so",
+        "prefix_index.PrefixIndex.move",
+        "to_run.indexed_by_head = True",
+        "pass",
+    ),
+    mistake(
+        "the head leaves the index with the run's last block",
+        "prefix_index.PrefixIndex.remove_end",
+        "if not run.block_hashes:",
+        "if False:",
+    ),
+    mistake(
+        "the head stays in the index as long as the run",
+        "prefix_index.PrefixIndex.remove_end",
+        "if not run.block_hashes:\n            del self.runs[block_hashes[0]]",
+        "self.runs.pop((run.block_hashes or block_hashes)[0], None)",
+    ),
+    mistake(
+        "a block is evicted from a run with all its hashes in the index",
+        "block_pool.BlockPool.uncache",
+        "self.indexes[run.group_id].index_in_full(run)",
+        "pass",
+    ),
+    mistake(
+        "where a window may begin anywhere every hash is in the index",
+        "groups.base.AttentionGroup.__init__",
+        "by_head = self.any_shorter_prefix_serves",
+        "by_head = True",
     ),
 )
 
@@ -456,7 +522,7 @@ _REMEMBERED = tried_in(
     ),
     mistake(
         "where a block is, is known anew after one was taken",
-        "block_pool.BlockPool._take_one",
+        "block_pool.BlockPool._take_cached",
         "self._places = None",
         "pass",
     ),
@@ -534,27 +600,27 @@ _ALONE = tried_in(
     ),
     mistake(
         "the short way gives no slots beyond max_model_len",
-        "manager.CacheManager._grow",
-        "num_slot_tokens > self.max_model_len or ",
-        "",
+        "manager.CacheManager.allocate_slots",
+        "is_plain and num_tokens <= self.max_model_len",
+        "is_plain",
     ),
     mistake(
         "the short way caches nothing while caching is off",
-        "manager.CacheManager._grow",
-        "num_tokens_after_step, self.enable_caching)",
-        "num_tokens_after_step, True)",
+        "groups.base.AttentionGroup.grow_alone",
+        " if self._caches else NO_LIMIT",
+        "",
     ),
     mistake(
         "the short way caches what is full",
-        "manager.CacheManager._grow",
-        "num_tokens_after_step, self.enable_caching)",
-        "num_tokens_after_step, False)",
+        "groups.base.AttentionGroup.grow_alone",
+        "if self._caches else NO_LIMIT",
+        "if False else NO_LIMIT",
     ),
     mistake(
         "the short way's limit stops where a block becomes full",
         "groups.base.AttentionGroup.grow_alone",
-        "limit = next_full - 1",
-        "pass",
+        "limit if limit < next_full else next_full - 1",
+        "limit",
     ),
     mistake(
         "the short way's limit stops at the last slot",
@@ -564,14 +630,14 @@ _ALONE = tried_in(
     ),
     mistake(
         "the short way's limit is noted",
-        "manager.CacheManager._grow",
-        "row, self._quiet_limits_tokens[request.request_id] = grown",
-        "row, limit = grown; "
+        "manager.CacheManager.allocate_slots",
+        "rows, self._quiet_limits_tokens[request.request_id] = grown",
+        "rows, limit = grown; "
         "self._quiet_limits_tokens[request.request_id] = self._quiet_limits_tokens.get(request.request_id, 0) + limit",
     ),
     mistake(
         "the short way counts an admission (F10)",
-        "manager.CacheManager._grow",
+        "manager.CacheManager.allocate_slots",
         "self._note_admission(request)",
         "pass",
     ),
@@ -583,8 +649,8 @@ _ALONE = tried_in(
     ),
     mistake(
         "'no blocks' is the shared answer of the short way",
-        "manager.CacheManager._grow",
-        " if row else self.empty_kv_cache_blocks",
+        "manager.CacheManager.allocate_slots",
+        " if rows else no_blocks",
         "",
     ),
 )
@@ -620,7 +686,7 @@ _SEVERAL = tried_in(
         "the short way's limit is the least of all groups",
         "coordinator.Coordinator.grow",
         "self.quiet_limit_tokens(request_id)",
-        "self.groups[-1].quiet_limit_tokens(request_id, caches=self._enable_caching)",
+        "self.groups[-1].quiet_limit_tokens(request_id)",
     ),
     mistake(
         "the short way caches no drafts for several groups",
@@ -640,7 +706,7 @@ _SEVERAL = tried_in(
         "the short way's limit counts what is to be cached",
         "coordinator.Coordinator.grow",
         "self.quiet_limit_tokens(request_id)",
-        "min([group.quiet_limit_tokens(request_id, caches=False) for group in self.groups])",
+        "min([group._capacity_tokens(group.tables[request_id]) for group in self.groups])",
     ),
 )
 
@@ -737,6 +803,7 @@ BY_RUN = (
     *_GROWTH,
     *_SHORTEST,
     *_NOT_INTACT,
+    *_BY_HEAD,
     *_WINDOWS,
     *_REMEMBERED,
     *_EVERYWHERE,

@@ -27,6 +27,7 @@ STRUCTURES = (
     "runs grown by one block",
     "runs grown by several",
     "runs with loose blocks back",
+    "runs indexed in full, another having one of their hashes",
     "lookups remembered",
     "answers used after a change",
     "short way, one group",
@@ -40,7 +41,7 @@ def count_structures(manager: Any, counts: Counter[str]) -> None:
     """Count in `counts`, under the names of `STRUCTURES`, what happens to this manager's runs from now on."""
     _count_runs(manager.pool, counts)
     _count_calls(manager, counts)
-    manager.pool.indexes = tuple(_CountedIndex(counts) for _ in manager.pool.indexes)
+    manager.pool.indexes = tuple(_CountedIndex(counts, by_head=index.by_head) for index in manager.pool.indexes)
 
 
 class _CountedIndex(PrefixIndex):
@@ -48,9 +49,13 @@ class _CountedIndex(PrefixIndex):
 
     __slots__ = ("_counts",)
 
-    def __init__(self, counts: Counter[str]) -> None:
-        super().__init__()
+    def __init__(self, counts: Counter[str], *, by_head: bool) -> None:
+        super().__init__(by_head=by_head)
         self._counts = counts
+
+    def index_in_full(self, run: BlockRun) -> None:
+        self._counts["runs indexed in full, another having one of their hashes"] += run.indexed_by_head
+        super().index_in_full(run)
 
     def set_aside(self, block_hash: bytes, run: BlockRun) -> None:
         self._counts["duplicates inside a run"] += len(run.block_hashes) > 1
@@ -127,6 +132,8 @@ def _count_calls(manager: Any, counts: Counter[str]) -> None:
         is_found = type(blocks) is FoundBlocks
         counts["answers used after a change"] += is_found and blocks.hits_in(manager.pool, num_hit_tokens) is None
 
-    manager._grow, manager._coordinator.match = counted_grow, counted_match
+    if grow is not None:
+        manager._grow = counted_grow
+    manager._coordinator.match = counted_match
     manager.get_computed_blocks = counted_lookup
     _before(manager, "_hits_of", hits_of)

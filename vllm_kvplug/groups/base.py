@@ -56,6 +56,7 @@ class AttentionGroup(ABC):
         *,
         num_hashes_per_block: int = 1,
         num_blocks_beyond_hit: int = 0,
+        caches: bool = True,
     ) -> None:
         self.group_id = group_id
         self.geometry = geometry
@@ -64,7 +65,10 @@ class AttentionGroup(ABC):
         self.num_tokens_per_block = geometry.num_tokens_per_block
         self.num_hashes_per_block = num_hashes_per_block
         self.num_blocks_beyond_hit = num_blocks_beyond_hit
+        self._caches = caches
         self.tables: dict[str, Any] = {}
+        # Where any shorter prefix serves, no request has a gap in its table, and lookups begin at its first block.
+        pool.indexes[group_id].by_head = self.any_shorter_prefix_serves
         self._pool = pool
         self._observers = observers
         # Rows of new ids. Nobody may ever ask (vLLM does so for some models only), and they must not grow for ever.
@@ -111,6 +115,17 @@ class AttentionGroup(ABC):
         """The scheduler begins a step."""
 
     # Planning
+
+    def note_hit_named(self, request: Any, hit: Hit) -> None:
+        """A caller names a hit that no lookup of this moment found. Where that is another prefix than the request's,
+        blocks that it caches do not follow those before them.
+        """
+        index = self._pool.indexes[self.group_id]
+        if not index.by_head:
+            return
+        found = [run.block_hashes[offset : offset + num_blocks] for _, run, offset, num_blocks in hit.parts]
+        if list(chain.from_iterable(found)) != list(self.hashes_of(request.block_hashes)[: len(hit)]):
+            index.index_all_in_full()
 
     def check_admission(self, request_id: str, num_hit_blocks: int, *, is_admission: bool) -> None:
         """See that the request can have so many hits. Changes nothing.
@@ -224,22 +239,25 @@ class AttentionGroup(ABC):
         return max(-(-num_slot_tokens // self.num_tokens_per_block) - len(self.tables[request_id].block_ids), 0)
 
     def grow_alone(
-        self, request: Any, num_slot_tokens: int, num_tokens_after_step: int, caches: bool
-    ) -> tuple[Sequence[int], int] | None:
+        self, request: Any, num_slot_tokens: int, num_tokens_after_step: int
+    ) -> tuple[tuple[Sequence[int], ...], int] | None:
         """`Coordinator.grow` where this is the only group and has no window: the shortest way for a decoding request,
         and for a new one without hits.
 
         Returns:
-            The new blocks, and the quiet limit; None where the free blocks do not suffice or block hashes are missing,
-            nothing was changed then.
+            `(new ids,)`, or () where there are none, and the quiet limit; None where the free blocks do not suffice or
+            block hashes are missing, nothing was changed then.
         """
-        known_table = self.tables.get(request.request_id)
-        table: BlockTable = known_table if known_table is not None else self._table_class()
+        table: BlockTable | None = self.tables.get(request.request_id)
+        is_new = table is None
+        if table is None:
+            table = self._table_class()
         num_tokens_per_block = self.num_tokens_per_block
         row = table.block_ids
         limit = len(row) * num_tokens_per_block
         num_cached_blocks = num_full_blocks = table.num_cached_blocks
-        if caches and num_tokens_after_step >= (num_cached_blocks + 1) * num_tokens_per_block:
+        next_full = (num_cached_blocks + 1) * num_tokens_per_block if self._caches else NO_LIMIT
+        if num_tokens_after_step >= next_full:
             # Drafts may be rejected: only tokens that the request has for certain are cached.
             num_tokens = request.num_tokens
             num_full_blocks = (
@@ -247,28 +265,25 @@ class AttentionGroup(ABC):
             ) // num_tokens_per_block
             if len(request.block_hashes) < num_full_blocks * self.num_hashes_per_block:
                 return None
-        block_ids: Sequence[int] = ()
+        rows: tuple[Sequence[int], ...] = ()
         if num_slot_tokens > limit:
             num_missing = -(-num_slot_tokens // num_tokens_per_block) - len(row)
             if num_missing > self._pool.num_free_blocks:
                 return None
-            block_ids = self._take(table, num_missing)
+            rows = (self._take(table, num_missing),)
             limit += num_missing * num_tokens_per_block
-        if known_table is None:
+        if is_new:
             self.tables[request.request_id] = table
         if num_full_blocks > num_cached_blocks:
-            run = table.growing
-            if run is not None and run.grower is table and num_full_blocks == num_cached_blocks + 1:
+            hold = table.growing
+            if hold is not None and hold.run.grower is hold and num_full_blocks == num_cached_blocks + 1:
                 table.num_cached_blocks = num_full_blocks
-                table.holds[-1].num_blocks += 1
-                self._pool.cache_one_more(run, row[num_cached_blocks], request.block_hashes[num_cached_blocks])
+                hold.num_blocks += 1
+                self._pool.cache_one_more(hold.run, row[num_cached_blocks], request.block_hashes[num_cached_blocks])
             else:
                 self._cache_up_to(request, table, num_full_blocks)
-        if caches:
-            next_full = (table.num_cached_blocks + 1) * num_tokens_per_block
-            if next_full <= limit:
-                limit = next_full - 1
-        return block_ids, limit
+            next_full += (table.num_cached_blocks - num_cached_blocks) * num_tokens_per_block
+        return rows, limit if limit < next_full else next_full - 1
 
     # Caching
 
@@ -344,7 +359,7 @@ class AttentionGroup(ABC):
             run = self._pool.cache(self.group_id, first, table.block_ids[first:end], all_hashes[first:end])
             table.holds.append(Hold(first, run, end - first))
             if self._has_short_way and table.first_unpublished is None:
-                table.grow_from_now_on(run)
+                table.grow_from_now_on(table.holds[-1])
         elif end == first + 1:
             self._pool.cache_one_more(hold.run, table.block_ids[first], all_hashes[first])
             hold.num_blocks += 1
@@ -414,7 +429,7 @@ class AttentionGroup(ABC):
         table = self.tables.get(request_id)
         return table.block_ids if table is not None and table.block_ids else []
 
-    def quiet_limit_tokens(self, request_id: str, *, caches: bool) -> int:
+    def quiet_limit_tokens(self, request_id: str) -> int:
         """The most tokens that this request can grow to without anything to do here: no new block, none to release and,
         if it caches, none to cache.
         """
@@ -424,7 +439,7 @@ class AttentionGroup(ABC):
         limit = self._capacity_tokens(table)
         if self.releases_skipped:
             limit = min(limit, self.quiet_limit_of_window(table))
-        if not caches:
+        if not self._caches:
             return limit
         return min(limit, (table.num_cached_blocks + 1) * self.num_tokens_per_block - 1)
 

@@ -50,5 +50,5 @@ class CrossAttentionGroup(AttentionGroup):
     def cache_full_blocks(self, request: Any, num_tokens: int) -> None:
         """Nothing: nothing is cached."""
 
-    def quiet_limit_tokens(self, request_id: str, *, caches: bool) -> int:
+    def quiet_limit_tokens(self, request_id: str) -> int:
         return NO_LIMIT

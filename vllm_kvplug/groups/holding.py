@@ -67,7 +67,8 @@ def take_out(pool: BlockPool, group_id: int, table: BlockTable, first: int, end:
 def _take_part(
     pool: BlockPool, hold: Hold, first: int, end: int, runs: list[BlockRun], holds: list[Hold], behind: list[Hold]
 ) -> None:
-    """A hold that goes in part: each piece of it stays before, goes, or stays behind."""
+    """A hold that goes in part: each piece of it stays before, goes, or stays behind, in a hold of its own."""
+    hold.run.grower = None
     going: list[BlockRun] = []
     staying_behind: list[Hold] = []
     for start, piece, _, num_blocks in list(hold.pieces()):

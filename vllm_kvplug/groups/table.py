@@ -43,8 +43,8 @@ class BlockTable:
         block_ids: by position, the block that holds these tokens, or the null block.
         holds: which of these blocks are in runs, by position; the others are loose.
         num_cached_blocks: leading blocks that are in the prefix cache or need not go there any more.
-        growing: the run at its end that takes the next cached block by the shortest way, if that run's `grower` is this
-            table still. None: no run may.
+        growing: the last hold, whose run takes the next cached block by the shortest way, if that run's `grower` is
+            this hold still. None: no run may.
         is_admitted: the request took its hits or cached a block; from then on it has no further hits.
         first_unpublished: no block from this position on may go into the prefix cache (a load into it failed).
         is_gone: the request was freed; the row stays as it was, for who looks at it still.
@@ -65,7 +65,7 @@ class BlockTable:
     def __init__(self) -> None:
         self.block_ids: list[int] = []
         self.holds: list[Hold] = []
-        self.growing: BlockRun | None = None
+        self.growing: Hold | None = None
         self.num_cached_blocks = 0
         self.is_admitted = False
         self.is_gone = False
@@ -93,13 +93,12 @@ class BlockTable:
             return None
         run.rest = None  # whoever else went on there is gone
         if self.growing is not None:
-            self.grow_from_now_on(run)
+            self.grow_from_now_on(hold)
         return hold
 
-    def grow_from_now_on(self, run: BlockRun) -> None:
-        """Further cached blocks go into this run, the last of its holds', by the shortest way."""
-        self.growing = run
-        run.grower = self
+    def grow_from_now_on(self, hold: Hold) -> None:
+        """Further cached blocks go into the run of this hold, the last, by the shortest way."""
+        self.growing = hold.run.grower = hold
 
     def hash_at(self, position: int) -> bytes | None:
         """The hash that the block at this position is cached under; None: it is not cached."""

@@ -88,6 +88,8 @@ def _around_engine_args_init(original: Callable[..., None], engine_args: Any, *a
 
 def _around_create_engine_config(original: Callable[..., Any], engine_args: Any, *args: Any, **kwargs: Any) -> Any:
     """Where every engine's configuration is made: the choice is final here, and what it cannot serve is refused."""
+    if patched_tree.is_vllms_alone(engine_args):
+        return original(engine_args, *args, **kwargs)
     engine_args.additional_config, choice = settle(engine_args.additional_config, *patched_tree.stated(engine_args))
     if patched_tree.is_there():
         patched_tree.hand_over(engine_args, choice)

@@ -110,7 +110,7 @@ def around_parse_args(
         with _config_file_args(parser) as in_file:
             parsed = original(parser, args, namespace)
         _check_dotted([*in_file, *given])
-        if hasattr(parsed, "additional_config"):
+        if hasattr(parsed, "additional_config") and not patched_tree.is_vllms_alone(parsed):
             parsed.additional_config, _ = settle(
                 parsed.additional_config, *patched_tree.stated(parsed), kind=CommandLineChoice
             )

@@ -61,6 +61,19 @@ def stated(holder: Any) -> tuple[str | None, Mapping[str, Any] | None]:
     return name, (config or None) if is_there() else config
 
 
+def is_vllms_alone(holder: Any) -> bool:
+    """Whether a namespace, or an EngineArgs, chooses what vLLM's registry serves without us.
+
+    That is a manager of the fork's in a patched vLLM whose version kvplug does not know: nothing here may refuse it.
+    """
+    name = getattr(holder, NAME_FIELD, None)
+    if name is None or not is_there():
+        return False
+    from vllm_kvplug.vllm_glue import registry, version
+
+    return version.vllm_version() not in version.SUPPORTED_VLLM_VERSIONS and not registry.is_built_in(name)
+
+
 def hand_over(engine_args: Any, choice: Mapping[str, Any] | None) -> None:
     """Put a settled choice into vLLM's own fields, in the place of `additional_config`; None: vLLM's own manager."""
     extra = engine_args.additional_config

@@ -36,6 +36,11 @@ def names() -> list[str]:
     return sorted({*_BUILT_IN, *_offered_targets()})
 
 
+def is_built_in(name: str) -> bool:
+    """Whether the name is one of this package's."""
+    return name in _BUILT_IN
+
+
 def own_targets() -> dict[str, str]:
     """`module:Class` by name: the built-in managers, and those of our entry point group that one package claims."""
     offered = _entry_point_targets()

@@ -95,7 +95,7 @@ class _PoolEntries:
             raise BlockError(f"cannot cache block {block.block_id}: expected one of this manager's pool, found another")
         run = BlockRun([block.block_id], group_id, 0, 0)
         run.block_hashes.append(block_hash)
-        self._pool.indexes[group_id].insert([block_hash], run)
+        self._pool.indexes[group_id].add(run)
 
     def remove(self, key: bytes, block_id: int) -> None:
         block_hash, group_id = split_key(key)

@@ -173,7 +173,9 @@ class SingleBlocks:
         run = self.run(block_id)
         run.group_id, run.block_hashes, run.is_intact = group_id, [block_hash], True
         self._pool._changed()
-        self._pool.indexes[group_id].insert([block_hash], run)
+        index = self._pool.indexes[group_id]
+        index.index_all_in_full()  # whoever asks for this caches what they like
+        index.add(run)
 
     def uncache(self, block_id: int) -> None:
         """Take a block that is cached out of the prefix cache. No observer is told: nothing says that it is over."""
