@@ -45,10 +45,15 @@ def node_ids(suite: str) -> list[str]:
     return [node_id for name in SUITES[suite] for node_id in listed_in(name, VLLM_VERSION)]
 
 
+def changes_path(version: str) -> Path:
+    """Where the changes of a version's series are: the tests of 0.19.0 and 0.19.1 are the same, file by file."""
+    return LISTS_FOLDER / f"changes-{version.rpartition('.')[0]}.txt"
+
+
 def listed_in(name: str, version: str) -> list[str]:
     """The tests of one list in a version: those of the baseline, with the changes that `survey.py` has found."""
     found = (LISTS_FOLDER / f"{name}.txt").read_text().splitlines()
-    path = LISTS_FOLDER / f"changes-{version}.txt"
+    path = changes_path(version)
     if not path.exists():
         return found
     changes = [line.split(" ", 2) for line in path.read_text().splitlines() if line.startswith(("+", "-"))]

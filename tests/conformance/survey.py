@@ -1,6 +1,6 @@
 """`python -m tests.conformance.survey`: which tests of the installed vLLM belong into the lists, for a version that is
 not the baseline. It runs the test files of the lists' folders as they are in this version, new files included, plain
-and with kvplug, and writes `lists/changes-VERSION.txt`: what is gone or does not pass on plain upstream here (-), and
+and with kvplug, and writes `lists/changes-SERIES.txt`: what is gone or does not pass on plain upstream here (-), and
 what is new (+).
 
 Look at what is gone before you commit it: a test that does not pass on plain upstream says nothing about kvplug.
@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.conformance import __main__ as runner
-from tests.conformance.expectations import LISTS_FOLDER
+from tests.conformance.expectations import LISTS_FOLDER, changes_path
 from tests.conformance.offline_hub import hub_folder
 from tests.conformance.sdist import VLLM_VERSION, suite_folder
 
 _TIMEOUT_S = 120
-_FOLDERS = ("core", "kv_connector/unit", "kv_offload", "simple_kv_offload", "streaming_input")
+_FOLDERS = ("core", "kv_connector/unit", "kv_offload", "streaming_input")
 # Files that need minutes, weights or a device, and tests that leave an engine behind, whose groups the next ones find.
 _NOT_HERE = (
     "_e2e.py",
@@ -30,7 +30,6 @@ _NOT_HERE = (
     "kv_connector/unit/test_moriio_connector.py",
     "kv_offload/test_cpu_gpu.py",
     "kv_offload/test_cpu_offloading.py",
-    "simple_kv_offload/test_integration.py",
 )
 _ENGINES = ("test_multi_example_connector_consistency", "test_abort_timeout_on_prefiller", "test_nixl_connector_hma")
 
@@ -55,7 +54,7 @@ def main() -> int:
     for name, now in found.items():
         lines += [f"- {name} {node_id}" for node_id in baseline[name] if node_id not in set(now)]
         lines += [f"+ {name} {node_id}" for node_id in now if node_id not in set(baseline[name])]
-    path = LISTS_FOLDER / f"changes-{VLLM_VERSION}.txt"
+    path = changes_path(VLLM_VERSION)
     path.write_text("\n".join(lines) + "\n")
     not_passed = {node_id: message for node_id, message in upstream["messages"].items() if node_id not in set(passed)}
     print(json.dumps(not_passed, indent=1))

@@ -48,10 +48,10 @@ class CarriedName(str):
 
 def restore(name: str) -> CarriedName:
     """Rebuild a pickled name: hooks first, then the choice is in force for the engines of this process."""
-    from vllm_kvplug.vllm_glue import install, v0_17
+    from vllm_kvplug.vllm_glue import install, seams
 
     install.install()
-    v0_17.activate()
+    seams.activate()
     return CarriedName(name)
 
 

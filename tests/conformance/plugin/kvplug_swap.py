@@ -71,9 +71,7 @@ OPTIONAL_HOMES: dict[str, tuple[str, ...]] = {
 # These hold references to the names above from their import on.
 _USERS = (_CORE + "sched.scheduler", _CORE + "sched.async_scheduler", _CORE + "kv_cache_metrics")
 # Tests of these folders never touch a device: upstream's clean-up of the device after each test is left out.
-_WITHOUT_DEVICE = tuple(
-    f"tests/v1/{name}/" for name in ("core", "kv_connector", "kv_offload", "simple_kv_offload", "streaming_input")
-)
+_WITHOUT_DEVICE = tuple(f"tests/v1/{name}/" for name in ("core", "kv_connector", "kv_offload", "streaming_input"))
 
 
 class Swap:
