@@ -124,7 +124,14 @@ def test_a_drift_is_named(changed: Change, name: str, text: str, replacement: st
 def test_a_file_that_is_gone_or_no_python_is_a_drift_too(changed: Change) -> None:
     found = changed(drift.SCHEDULER, "class Scheduler(", "class class (")
     assert found[0] == "vllm/v1/core/sched/scheduler.py is missing"
+    assert "Scheduler.schedule is missing in vllm/v1/core/sched/scheduler.py" in found
+
+
+def test_of_many_drifts_the_first_are_told(tmp_path: Path) -> None:
+    found = drift.find_in(tmp_path)
+    assert found[0] == "vllm/v1/core/sched/scheduler.py is missing"
     assert found[-1].startswith("and ")
+    assert len(found) < 12
 
 
 def test_a_drifted_version_is_refused_with_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
