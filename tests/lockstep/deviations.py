@@ -40,6 +40,8 @@ TRIGGERS = {
 }
 if HAS_GATE:
     TRIGGERS["F18"] = "can_fit_full_sequence refuses a request for which nobody's end makes room"
+if PLACES_IMAGES:
+    del TRIGGERS["F4"]  # mended there, as far as events of this traffic go
 if not NAMES_NEW_BLOCKS:
     del TRIGGERS["F14"]
 

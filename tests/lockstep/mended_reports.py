@@ -61,8 +61,9 @@ class HashedKeys:
     ) -> None:
         positions = [i for i in range(num_cached_blocks, num_full_blocks) if not blocks[i].is_null]
         right_keys = [_right_keys(request, i * block_size, (i + 1) * block_size) for i in positions] or None
-        if deviations.has_wrong_keys(event.extra_keys, right_keys):
-            self._triggers.note("F4" if request.lora_request is None else "F5")
+        deviation = "F4" if request.lora_request is None else "F5"
+        if deviation in deviations.TRIGGERS and deviations.has_wrong_keys(event.extra_keys, right_keys):
+            self._triggers.note(deviation)
             event.extra_keys = right_keys
 
 

@@ -86,7 +86,18 @@ def lockstep(version: str, num_seeds: int) -> Told:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report.xml"
         test = "tests/lockstep/test_lockstep.py"
-        done = _run(version, "-m", "pytest", test, "-q", "--lockstep-seeds", str(num_seeds), f"--junit-xml={path}")
+        done = _run(
+            version,
+            "-m",
+            "pytest",
+            test,
+            "-q",
+            "--lockstep-seeds",
+            str(num_seeds),
+            "-o",
+            "junit_family=legacy",
+            f"--junit-xml={path}",
+        )
         root = xml.etree.ElementTree.parse(path).getroot() if path.exists() else None
     found = {one.get("name"): int(one.get("value", "0")) for one in root.iter("property")} if root is not None else {}
     if done != 0 or "calls" not in found:
