@@ -33,6 +33,7 @@ class BlockPool:
         policy: the order over the free runs, none in it yet.
         observers: whom to tell.
         num_reserved_blocks: leading blocks that nobody is given, the null block included.
+        groups_by_head: those whose prefix index may have a run's first hash alone, see `prefix_index.py`.
 
     Attributes (read only for everybody else):
         policy: the eviction policy.
@@ -49,11 +50,12 @@ class BlockPool:
         policy: EvictionPolicy,
         observers: ObserverSet,
         num_reserved_blocks: int = 1,
+        groups_by_head: Collection[int] = (),
     ) -> None:
         self.num_blocks = num_blocks
         self.num_reserved_blocks = num_reserved_blocks
         self.policy = policy
-        self.indexes = tuple(PrefixIndex() for _ in range(num_groups))
+        self.indexes = tuple(PrefixIndex(by_head=group_id in groups_by_head) for group_id in range(num_groups))
         self.held_runs: dict[BlockRun, None] = {}
         self.num_usable_blocks = self.num_free_blocks = num_blocks - num_reserved_blocks
         self.version = 0
@@ -310,7 +312,10 @@ class BlockPool:
         self.version += 1
         self._places = None
         index = self.indexes[run.group_id]
-        if not run.indexed_by_head or block_hash in index.runs:
+        if not index.by_head:
+            if index.runs.setdefault(block_hash, run) is not run:
+                index.set_aside(block_hash, run)
+        elif not run.indexed_by_head or block_hash in index.runs:
             index.add_more(run, (block_hash,))
         run.block_ids.append(block_id)
         run.block_hashes.append(block_hash)
@@ -322,7 +327,11 @@ class BlockPool:
             return
         self._changed()
         run.grower = None
-        self.indexes[run.group_id].index_in_full(run)
+        index_of_run = self.indexes[run.group_id]
+        if run.num_holders > 1:
+            # Not all of them need know that the hashes are gone: who does not goes on caching behind them.
+            index_of_run.index_all_in_full()
+        index_of_run.index_in_full(run)
         for index in range(offset, end):
             block_hash = run.block_hashes[index]
             if block_hash is not None:
@@ -365,11 +374,14 @@ class BlockPool:
             if not observers:
                 return
         block_hashes.reverse()
-        for block_hash, block_id in zip(block_hashes, block_ids[len(block_ids) - len(block_hashes) :], strict=True):
-            if run.indexed_by_head:
+        evicted = zip(block_hashes, block_ids[len(block_ids) - len(block_hashes) :], strict=True)
+        if run.indexed_by_head:
+            for block_hash, block_id in evicted:
                 for notify in observers:
                     notify(block_id, run.group_id, block_hash, True)
-            elif block_hash is not None:
+            return
+        for block_hash, block_id in evicted:
+            if block_hash is not None:
                 self._remove_one(block_hash, run, block_id)
 
     def _remove_one(self, block_hash: bytes, run: BlockRun, block_id: int) -> None:

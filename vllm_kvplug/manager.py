@@ -20,6 +20,7 @@ from vllm_kvplug.checking import CheckedCalls
 from vllm_kvplug.coordinator import Coordinator
 from vllm_kvplug.errors import CallError
 from vllm_kvplug.geometry import WINDOW_KINDS, CacheGeometry
+from vllm_kvplug.groups import group_class
 from vllm_kvplug.groups.base import NO_LIMIT
 from vllm_kvplug.observers import Observer, ObserverSet
 from vllm_kvplug.settings import Settings
@@ -69,6 +70,11 @@ class CacheManager:
             eviction.create(settings.eviction),
             self._observers,
             geometry.num_reserved_blocks,
+            [
+                group_id
+                for group_id, group in enumerate(geometry.groups)
+                if group_class(group).any_shorter_prefix_serves
+            ],
         )
         self._coordinator = Coordinator(
             geometry, self.pool, self._observers, enable_caching=enable_caching, use_eagle=use_eagle
@@ -88,14 +94,13 @@ class CacheManager:
         has_window = any(group.kind in WINDOW_KINDS for group in geometry.groups)
         self._max_quiet_new_tokens = 1 if has_window else NO_LIMIT
         self._refused_alone: dict[str, Refusal] = {}
-        grows_plainly = self._coordinator.grows_plainly
+        self._grows_plainly = self._coordinator.grows_plainly
         self._releases_skipped = self._coordinator.releases_skipped
-        # What serves requests without hits by a short way, where their groups only take blocks at their tables' ends.
-        self._grow: _Grow | None = None
-        if len(self.groups) == 1 and grows_plainly and not self._releases_skipped:
-            self._grow = self.groups[0].grow_alone
-        elif grows_plainly:
-            self._grow = self._grow_groups
+        # Requests without hits go a short way where their groups only take blocks at their tables' ends: the only
+        # group's own, if it gives none back meanwhile, else `_grow_groups`. (Which is not kept here: no cycle.)
+        self._grow_alone: _Grow | None = None
+        if len(self.groups) == 1 and self._grows_plainly and not self._releases_skipped:
+            self._grow_alone = self.groups[0].grow_alone
         self._num_tokens_per_hash = geometry.num_tokens_per_hash or 1
         if self.checks is not None:
             self.checks.watch(self, CacheManager)
@@ -172,8 +177,9 @@ class CacheManager:
             else:
                 is_plain = new_computed_blocks is no_blocks and not delay_cache_blocks
             is_plain = is_plain and num_tokens <= self.max_model_len
-            if is_plain and self._grow is not None and num_lookahead_tokens >= 0 and request.num_computed_tokens >= 0:
-                grown = self._grow(request, num_tokens, num_tokens - num_lookahead_tokens)
+            if is_plain and self._grows_plainly and num_lookahead_tokens >= 0 and request.num_computed_tokens >= 0:
+                grow = self._grow_alone or self._grow_groups
+                grown = grow(request, num_tokens, num_tokens - num_lookahead_tokens)
                 if grown is not None:
                     rows, self._quiet_limits_tokens[request.request_id] = grown
                     if self._lookups:
@@ -305,9 +311,11 @@ class CacheManager:
                 have found.
         """
         pool = self.pool
-        found = blocks.hits_in(pool, num_hit_tokens) if type(blocks) is FoundBlocks else None
-        if found is not None:
-            return found
+        lookup = self._lookups.get(request.request_id)
+        if lookup is not None and lookup.blocks is blocks and type(blocks) is FoundBlocks:
+            found = blocks.hits_in(pool, num_hit_tokens)
+            if found is not None:
+                return found
         call_checks.check_hits(
             request.request_id,
             blocks.block_ids,

@@ -11,6 +11,10 @@ in the index than its first hash, its head: a lookup comes to it there, or at no
 other run has one of its hashes. Who computes a block has the block before it in a run as well, so two runs that share
 a hash share those before it, down to the head of one of them: whichever comes second finds that head in the index, or
 has it found. From then on both are indexed in full, by each of their hashes.
+
+That a request has the block before in a run, under its hash, is not so where somebody took hashes away under requests
+that go on (a failed load, of which only some holders know), named blocks that are no such prefix, or cached blocks one
+by one. Then every run is indexed in full, until a reset (`index_all_in_full`).
 """
 
 from __future__ import annotations
@@ -26,20 +30,19 @@ class PrefixIndex:
     """Block hash -> run, with later duplicates kept aside in the order of their insertion.
 
     Args:
-        by_head: index runs by their first hash alone where that suffices (see the module). The caller guarantees that
-            all lookups are `match` from position 0, and that a request's blocks are cached from its first one on,
-            without gaps.
+        by_head: index runs by their first hash alone where that suffices (see the module): for groups whose lookups all
+            are `match` from position 0, and whose requests cache their blocks from the first one on, without gaps.
 
     Attributes:
-        by_head: see there. False from when somebody wants every hash in it.
+        by_head: whether new runs are indexed so now.
         runs: by block hash, the run that answers for it, less what is indexed by head. For reading, and for the pool's
             shortest way.
     """
 
-    __slots__ = ("_duplicates", "by_head", "runs")
+    __slots__ = ("_by_head_after_reset", "_duplicates", "by_head", "runs")
 
     def __init__(self, *, by_head: bool = False) -> None:
-        self.by_head = by_head
+        self.by_head = self._by_head_after_reset = by_head
         self.runs: dict[bytes, BlockRun] = {}
         # Only hashes with more than one run have an entry: the others, oldest first (a dict used as an ordered set).
         self._duplicates: dict[bytes, dict[BlockRun, None]] = {}
@@ -54,7 +57,7 @@ class PrefixIndex:
     def run(self, block_hash: bytes) -> BlockRun | None:
         """The run that answers for this hash, or None. Slow where runs are indexed by head: looks at all of them."""
         run = self.runs.get(block_hash)
-        if run is None:
+        if run is None and self.by_head:
             run = next((run for run in self._runs_by_head() if block_hash in run.block_hashes), None)
         return run
 
@@ -158,7 +161,7 @@ class PrefixIndex:
             self.runs.update(zip(run.block_hashes, repeat(run)))  # type: ignore[arg-type]  # none is missing
 
     def index_all_in_full(self) -> None:
-        """From now on every hash is in here: for who adds and removes whatever they like."""
+        """From now on, until it is cleared, every hash is in here: see the module."""
         for run in list(self._runs_by_head()):
             self.index_in_full(run)
         self.by_head = False
@@ -183,7 +186,7 @@ class PrefixIndex:
         run.is_intact = False
 
     def remove_end(self, run: BlockRun, block_hashes: Sequence[bytes]) -> None:
-        """Remove a run that is intact from hashes that were its last ones; it does not have them any more."""
+        """Remove a run from hashes that were its last ones, none of them missing; it does not have them any more."""
         if run.indexed_by_head:
             if not run.block_hashes:
                 del self.runs[block_hashes[0]]
@@ -245,7 +248,8 @@ class PrefixIndex:
                 yield block_hash, self.block_ids(block_hash)
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Forget everything; nothing is cached, nor held."""
+        self.by_head = self._by_head_after_reset
         self.runs = {}
         self._duplicates = {}
 

@@ -239,6 +239,19 @@ def test_a_story_of_nothing() -> None:
     assert str(story.call) == "outside any call, after call 0"
 
 
+@pytest.mark.parametrize("kinds", [(), (AttentionKind.SLIDING_WINDOW,)], ids=["one group", "two groups"])
+def test_a_manager_is_no_cycle(kinds: tuple[AttentionKind, ...]) -> None:
+    gc.disable()
+    try:
+        manager = make_hybrid_manager(groups=(FULL, *(GroupGeometry(kind, 4, window_tokens=9) for kind in kinds)))
+        run_prefill(manager, FakeRequest("a", list(range(8))))
+        gone = weakref.ref(manager)
+        del manager
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
 def test_a_checked_manager_is_no_cycle() -> None:
     gc.disable()
     try:

@@ -574,6 +574,61 @@ def test_what_was_computed_from_a_failed_load_is_given_back_before_all_else() ->
     assert free_ids(manager.pool)[-2:] == [2, 1]
 
 
+def start(manager: CacheManager, new_request: FakeRequest, num_tokens: int) -> int:
+    """Look a request up and allocate so many tokens behind its hit, the answer."""
+    blocks, num_hit_tokens = manager.get_computed_blocks(new_request)
+    assert manager.allocate_slots(new_request, num_tokens, num_hit_tokens, blocks) is not None
+    new_request.num_computed_tokens = num_hit_tokens + num_tokens
+    return num_hit_tokens
+
+
+def test_who_knows_nothing_of_a_failed_load_goes_on_caching_what_others_have_computed_anew() -> None:
+    manager = make_manager(60)
+    a, b, c, d, e = (
+        request(name, 4 * num_blocks) for name, num_blocks in zip("abcde", (6, 11, 12, 13, 11), strict=True)
+    )
+    found = manager.get_computed_blocks(b)
+    start(manager, a, 20)
+    assert manager.allocate_slots(b, 20, found[1], found[0]) is not None  # the same five blocks, computed at once
+    b.num_computed_tokens = 20
+    assert manager.allocate_slots(b, 20) is not None
+    assert start(manager, c, 2) == 40  # a's five blocks, and b's five behind its own copy of them
+    manager.evict_blocks([manager.get_block_ids("b")[0][3]])
+    assert start(manager, d, 31) == 20
+    assert manager.allocate_slots(c, 2) is not None  # fills its eleventh block, which d has cached already
+    check_invariants(manager)
+    assert start(manager, e, 4) == 40
+    check_invariants(manager)
+    free(manager, a, b, c, d, e)
+    assert manager.allocate_slots(request("f", 4 * 58), 4 * 58) is not None
+    check_invariants(manager)
+
+
+def test_a_failed_load_of_a_windows_block_leaves_other_holders_of_the_prefix_in_order() -> None:
+    manager = make_hybrid_manager(90, groups=(FULL, WINDOW))
+    a, b, c = request("a", 44), request("b", 48), request("c", 52)
+    start(manager, a, 40)
+    assert start(manager, b, 2) == 40
+    failed = manager.get_block_ids("a")[1][4]
+    assert failed not in manager.get_block_ids("b")[1]
+    manager.evict_blocks([failed])
+    assert start(manager, c, 35) == 16
+    assert manager.allocate_slots(b, 2) is not None
+    check_invariants(manager)
+
+
+def test_another_requests_hit_is_taken_as_named_and_what_is_cached_behind_it_is_found_by_each_hash() -> None:
+    manager = make_manager(60)
+    a, b, other = request("a", 40), request("b", 40), FakeRequest("other", [*range(100, 113)])
+    prefill(manager, other)
+    prefill(manager, a)
+    free(manager, other)
+    manager.get_computed_blocks(b)
+    answer: Any = manager.get_computed_blocks(other)
+    assert manager.allocate_slots(b, 24, answer[1], answer[0]) is not None
+    check_invariants(manager)
+
+
 def test_after_a_reset_the_order_is_as_before_and_blocks_are_cached_afresh() -> None:
     manager = make_manager(20)
     a, b = computed_twice(manager)

@@ -343,14 +343,14 @@ _BY_HEAD = tried_in(
     mistake(
         "a block is evicted from a run with all its hashes in the index",
         "block_pool.BlockPool.uncache",
-        "self.indexes[run.group_id].index_in_full(run)",
+        "index_of_run.index_in_full(run)",
         "pass",
     ),
     mistake(
         "where a window may begin anywhere every hash is in the index",
-        "groups.base.AttentionGroup.__init__",
-        "by_head = self.any_shorter_prefix_serves",
-        "by_head = True",
+        "block_pool.BlockPool.__init__",
+        "by_head=group_id in groups_by_head",
+        "by_head=True",
     ),
 )
 
@@ -589,14 +589,14 @@ _ALONE = tried_in(
     mistake(
         "the short way counts lookahead tokens",
         "manager.CacheManager.allocate_slots",
-        "self._grow(request, num_tokens, num_tokens - num_lookahead_tokens)",
-        "self._grow(request, num_tokens - num_lookahead_tokens, num_tokens - num_lookahead_tokens)",
+        "grow(request, num_tokens, num_tokens - num_lookahead_tokens)",
+        "grow(request, num_tokens - num_lookahead_tokens, num_tokens - num_lookahead_tokens)",
     ),
     mistake(
         "the short way caches nothing for lookahead tokens",
         "manager.CacheManager.allocate_slots",
-        "self._grow(request, num_tokens, num_tokens - num_lookahead_tokens)",
-        "self._grow(request, num_tokens, num_tokens)",
+        "grow(request, num_tokens, num_tokens - num_lookahead_tokens)",
+        "grow(request, num_tokens, num_tokens)",
     ),
     mistake(
         "the short way gives no slots beyond max_model_len",

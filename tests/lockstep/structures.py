@@ -104,7 +104,9 @@ def _count_runs(pool: Any, counts: Counter[str]) -> None:
 
 
 def _count_calls(manager: Any, counts: Counter[str]) -> None:
-    grow, match, get_computed_blocks = manager._grow, manager._coordinator.match, manager.get_computed_blocks
+    grow_alone, grow_groups = manager._grow_alone, manager._grow_groups
+    grow, match = grow_alone or grow_groups, manager._coordinator.match
+    get_computed_blocks = manager.get_computed_blocks
     num_groups, has_window = len(manager.groups), manager._coordinator.releases_skipped
     way = "short way, several groups" if num_groups != 1 else "short way, a window" if has_window else ""
     num_matches = 0
@@ -132,8 +134,10 @@ def _count_calls(manager: Any, counts: Counter[str]) -> None:
         is_found = type(blocks) is FoundBlocks
         counts["answers used after a change"] += is_found and blocks.hits_in(manager.pool, num_hit_tokens) is None
 
-    if grow is not None:
-        manager._grow = counted_grow
+    if grow_alone is not None:
+        manager._grow_alone = counted_grow
+    else:
+        manager._grow_groups = counted_grow
     manager._coordinator.match = counted_match
     manager.get_computed_blocks = counted_lookup
     _before(manager, "_hits_of", hits_of)

@@ -1,12 +1,13 @@
 """Engines on a patched vLLM, one after another in this process: `python -m tests.patches.engine_run MODEL JSON`.
 
 JSON is a list of lists of options, as on a command line; for each a line `ANSWER {...}` says what was in force and what
-came out. A manager `toy`, docs/examples' small one, is registered as a fork's own code would.
+came out. A fork's own code would register the manager `toy`, docs/examples' small one, and `made`, which makes it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import json
 import sys
@@ -48,10 +49,12 @@ def serve(model: str, options: list[str]) -> dict[str, Any]:
 
 
 def run(model: str, runs: list[list[str]]) -> None:
+    from small_manager import SmallManager  # found by PYTHONPATH
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.v1.core.kv_cache_manager_factory import KVCacheManagerFactory
 
     KVCacheManagerFactory.register("toy", "small_manager:SmallManager")
+    KVCacheManagerFactory.register("made", functools.partial(SmallManager))
     for options in runs:
         print("ANSWER " + json.dumps(serve(model, options)), flush=True)
         gc.collect()

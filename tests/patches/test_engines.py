@@ -52,11 +52,12 @@ def test_kvplug_and_a_registered_toy(patched_env: dict[str, str], model: str, tm
         ],
         ["--additional-config", '{"kv_cache_manager": "kvplug", "other": 1}'],
         ["--kv-cache-manager", "upstream"],
+        ["--kv-cache-manager", "made", "--kv-cache-manager-config.reuse", "newest"],
     )
-    assert [answer["manager"] for answer in answers] == [UPSTREAM, OURS, TOY, OURS, UPSTREAM]
+    assert [answer["manager"] for answer in answers] == [UPSTREAM, OURS, TOY, OURS, UPSTREAM, TOY]
     plain = answers[0]
     hashers = [UPSTREAM_HASHER, "vllm_kvplug.hashing", UPSTREAM_HASHER, "vllm_kvplug.hashing", UPSTREAM_HASHER]
-    assert [answer["hasher"] for answer in answers] == hashers
+    assert [answer["hasher"] for answer in answers] == [*hashers, UPSTREAM_HASHER]
     for answer in answers:
         assert answer["token_ids"] == plain["token_ids"]
         assert answer["num_cached_tokens"] == [48, 48]
@@ -68,8 +69,9 @@ def test_kvplug_and_a_registered_toy(patched_env: dict[str, str], model: str, tm
         ["toy", {"reuse": "newest", "trace": str(trace)}],
         ["kvplug", {}],
         [None, {}],
+        ["made", {"reuse": "newest"}],
     ]
-    assert [answer["additional_config"] for answer in answers] == [{}, {}, {}, {"other": 1}, {}]
+    assert [answer["additional_config"] for answer in answers] == [{}, {}, {}, {"other": 1}, {}, {}]
     assert len({answer["compile_hash"] for answer in answers}) == 1
     assert [line.split()[0] for line in lines] == ["kvplug", "toy", "kvplug"]
     assert all(line.endswith(WAY) for line in lines)
@@ -97,7 +99,7 @@ def test_the_patch_alone(patched_env: dict[str, str], model: str, tmp_path: Path
     assert answers[0]["fields"] == ["toy", {"reuse": "newest"}]
     assert [answer["hasher"] for answer in answers[:4]] == [UPSTREAM_HASHER] * 3 + ["vllm_kvplug.hashing"]
     assert answers[4]["refused"] == (
-        "ValueError: Unknown KV cache manager 'kvplug'. Expected one of ['offered', 'toy'], "
+        "ValueError: Unknown KV cache manager 'kvplug'. Expected one of ['made', 'offered', 'toy'], "
         "or a class as 'module:Class'."
     )
     assert lines == []

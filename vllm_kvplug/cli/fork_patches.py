@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from vllm_kvplug.cli.replacing import replace_files
 from vllm_kvplug.errors import KVPlugError, UsageError
 
 if sys.version_info >= (3, 11):
@@ -24,6 +30,8 @@ else:
 
 _VERSION = re.compile(r"""^(?:__version__ = version = ['"]|Version: )(?P<version>[0-9][\w.]*)""", re.MULTILINE)
 _HUNK_FAILED = re.compile(r"error: patch failed: (?P<path>.+):(?P<line>\d+)")
+_CREATED = re.compile(r"^ create mode \d+ (.+)$", re.MULTILINE)
+_GIT_TIMEOUT_S = 60
 
 
 class PatchError(KVPlugError, RuntimeError):
@@ -50,6 +58,10 @@ class Patch(_Entry):
         """The patch file."""
         return folder() / self.file
 
+    def created(self) -> list[str]:
+        """Of `files`, those that the patch creates."""
+        return _CREATED.findall(self.path.read_text())
+
 
 class Binding(_Entry):
     """What the plugin binds at run time: `at` is file:line in vLLM 0.17.1, `by` file:function of ours."""
@@ -70,8 +82,18 @@ class Register(_Entry):
 
 
 def folder() -> Path:
-    """Where patches and register lie, in a checkout as in an installed package."""
-    return Path(str(files("vllm_kvplug.patches")))
+    """Where patches and register lie, in a checkout as in an installed package.
+
+    Raises:
+        PatchError: the environment was made before there were patches.
+    """
+    try:
+        return Path(str(files("vllm_kvplug.patches")))
+    except ModuleNotFoundError:
+        raise PatchError(
+            "vllm_kvplug.patches: expected the folder of the patches, found none in this environment, which is older "
+            "than the code; in a checkout run `make env`, else install the package again"
+        ) from None
 
 
 @cache
@@ -121,16 +143,20 @@ class State(Enum):
 
 @dataclass(frozen=True)
 class Match:
-    """A patch on a tree; `problems` says what does not fit, one hunk or file each."""
+    """A patch on a tree; `problems` says what does not fit, one hunk or file each.
+
+    `left_over`: where it fits, files of it that are there all the same. pip removes those alone that it has installed.
+    """
 
     patch: Patch
     tree: Tree
     state: State
     problems: tuple[str, ...] = ()
+    left_over: tuple[str, ...] = ()
 
     def changes(self) -> list[tuple[str, int, int]]:
         """What applying changes: file, lines added, lines removed."""
-        rows = _git(self.tree, self.patch, "--numstat").stdout.splitlines()
+        rows = _git(self.tree.folder, self.patch, "--numstat").stdout.splitlines()
         return [(path, int(added), int(removed)) for added, removed, path in (row.split("\t") for row in rows)]
 
     def apply(self) -> None:
@@ -138,13 +164,21 @@ class Match:
         self._write()
 
     def revert(self) -> None:
-        """Take the patch out again: the files are as they were, to the byte."""
-        self._write("--reverse")
+        """Take the patch, or what is left over of it, out again: the files are as they were, to the byte."""
+        if self.state is State.APPLIED:
+            self._write("--reverse")
+        with _writing(self.tree, self.patch):
+            for name in self.left_over:
+                (self.tree.folder / name).unlink()
 
     def _write(self, *options: str) -> None:
-        done = _git(self.tree, self.patch, *options)
-        if done.returncode:
-            raise PatchError(f"{self.patch.file} on {self.tree.folder}: git failed: {'; '.join(_lines(done.stderr))}")
+        with _writing(self.tree, self.patch), TemporaryDirectory(prefix="kvplug-patch-") as made:
+            _copy_files(self.tree, self.patch, Path(made), but=self.left_over)
+            done = _git(Path(made), self.patch, *options)
+            if done.returncode:
+                reason = "; ".join(_lines(done.stderr))
+                raise PatchError(f"{self.patch.file} on {self.tree.folder}: git failed: {reason}; nothing was changed")
+            replace_files(self.tree.folder, Path(made), self.patch.files)
 
     def require_known(self) -> Match:
         """Raise a PatchError that names every hunk that does not fit, unless all do or all are there."""
@@ -167,13 +201,47 @@ def match(tree: Tree) -> Match:
 
 
 def _match(tree: Tree, patch: Patch) -> Match:
-    forwards = _git(tree, patch, "--check")
+    forwards = _git(tree.folder, patch, "--check")
     if not forwards.returncode:
         return Match(patch, tree, State.FITS)
-    backwards = _git(tree, patch, "--check", "--reverse")
+    backwards = _git(tree.folder, patch, "--check", "--reverse")
     if not backwards.returncode:
         return Match(patch, tree, State.APPLIED)
+    if left_over := _left_over(tree, patch):
+        return Match(patch, tree, State.FITS, left_over=left_over)
     return Match(patch, tree, State.UNKNOWN, tuple(_problems(forwards.stderr, patch)))
+
+
+def _left_over(tree: Tree, patch: Patch) -> tuple[str, ...]:
+    """The files that the patch creates and that are there already, to the byte, in a tree that it fits otherwise."""
+    there = tuple(name for name in patch.created() if (tree.folder / name).is_file())
+    if not there:
+        return ()
+    with _writing(tree, patch), TemporaryDirectory(prefix="kvplug-patch-") as made:
+        _copy_files(tree, patch, Path(made), but=there)
+        if _git(Path(made), patch).returncode:
+            return ()
+        same = all((Path(made) / name).read_bytes() == (tree.folder / name).read_bytes() for name in there)
+    return there if same else ()
+
+
+@contextmanager
+def _writing(tree: Tree, patch: Patch) -> Iterator[None]:
+    """A full disk, or a file that may not be written, as one line."""
+    try:
+        yield
+    except OSError as error:
+        raise PatchError(
+            f"{patch.file} on {tree.folder}: expected to write its files, found {error}; nothing was changed"
+        ) from error
+
+
+def _copy_files(tree: Tree, patch: Patch, target: Path, *, but: tuple[str, ...]) -> None:
+    """What git gets to work on: the tree's files that the patch names."""
+    for name in patch.files:
+        if name not in but and (tree.folder / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(tree.folder / name, target / name)
 
 
 def _problems(stderr: str, patch: Patch) -> list[str]:
@@ -198,8 +266,12 @@ def _lines(stderr: str) -> list[str]:
     return [line for line in stderr.splitlines() if line.strip()]
 
 
-def _git(tree: Tree, patch: Patch, *options: str) -> subprocess.CompletedProcess[str]:
-    """`git apply` as outside of any repository: inside one it would skip, silently, what that does not track."""
+def _git(directory: Path, patch: Patch, *options: str) -> subprocess.CompletedProcess[str]:
+    """`git apply` as outside of any repository: inside one it would skip, silently, what that does not track.
+
+    Raises:
+        PatchError: git is not there, was killed, or does not end.
+    """
     environment: dict[str, Any] = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     environment |= {
         "GIT_DIR": os.devnull,
@@ -209,8 +281,22 @@ def _git(tree: Tree, patch: Patch, *options: str) -> subprocess.CompletedProcess
     }
     command = ["git", "apply", "--whitespace=nowarn", *options, str(patch.path)]
     try:
-        return subprocess.run(
-            command, cwd=tree.folder, env=environment, capture_output=True, text=True, check=False, timeout=60
+        done = subprocess.run(
+            command,
+            cwd=directory,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_GIT_TIMEOUT_S,
         )
     except FileNotFoundError:
         raise PatchError("expected git on PATH, which applies the patches, found none") from None
+    except subprocess.TimeoutExpired:
+        raise PatchError(
+            f"{patch.file} on {directory}: expected git to end within {_GIT_TIMEOUT_S} s, found it still running"
+        ) from None
+    if done.returncode < 0:
+        name = next((known.name for known in signal.Signals if known == -done.returncode), str(-done.returncode))
+        raise PatchError(f"{patch.file} on {directory}: git was killed by signal {name}; nothing was changed")
+    return done

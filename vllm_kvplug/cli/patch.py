@@ -52,6 +52,7 @@ def check(directory: DirArgument) -> None:
     """Say which patch is for this tree, whether it is there, and what it changes. Changes nothing."""
     found = match(Tree.at(directory)).require_known()
     _tell(found, found.state.value)
+    _tell_left_over(found, "was left over from before, apply replaces it")
     _tell_changes(found, "changes" if found.state is State.APPLIED else "would change")
 
 
@@ -72,7 +73,9 @@ def revert(directory: DirArgument) -> None:
     """Take the patch out again, so that all files are as they were. Where it is not applied nothing happens."""
     found = match(Tree.at(directory)).require_known()
     if found.state is State.FITS:
-        _tell(found, "was not applied; nothing changed")
+        found.revert()
+        _tell(found, f"was not applied; {'nothing changed' if not found.left_over else 'removed what was left over'}")
+        _tell_left_over(found, "removed")
         return
     found.revert()
     _tell(found, "reverted now")
@@ -81,6 +84,11 @@ def revert(directory: DirArgument) -> None:
 
 def _tell(found: Match, what: str) -> None:
     print(f"{found.tree.folder}: vLLM {found.tree.version or 'of an unknown version'}, {found.patch.file} {what}")
+
+
+def _tell_left_over(found: Match, what: str) -> None:
+    for path in found.left_over:
+        print(f"  {path} {what}")
 
 
 def _tell_changes(found: Match, verb: str) -> None:

@@ -35,7 +35,8 @@ class AttentionGroup(ABC):
     """Base of all groups. `tables` maps a request id to its `BlockTable`; others read it, only the group changes it.
 
     Attributes:
-        any_shorter_prefix_serves: if a prefix can be hit, every shorter one can, too.
+        any_shorter_prefix_serves: if a prefix can be hit, every shorter one can, too. So no request has a gap in its
+            table, and lookups begin at its first block.
         num_blocks_beyond_hit: so many blocks after the hit must be cached, too, since a drafter needs what was matched
             last computed again.
     """
@@ -67,8 +68,6 @@ class AttentionGroup(ABC):
         self.num_blocks_beyond_hit = num_blocks_beyond_hit
         self._caches = caches
         self.tables: dict[str, Any] = {}
-        # Where any shorter prefix serves, no request has a gap in its table, and lookups begin at its first block.
-        pool.indexes[group_id].by_head = self.any_shorter_prefix_serves
         self._pool = pool
         self._observers = observers
         # Rows of new ids. Nobody may ever ask (vLLM does so for some models only), and they must not grow for ever.

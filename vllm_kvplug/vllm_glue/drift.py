@@ -11,6 +11,7 @@ import functools
 import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeGuard
 
 from vllm_kvplug.vllm_glue import contract, patched_tree, relied_on
 from vllm_kvplug.vllm_glue.contract import Call
@@ -48,7 +49,7 @@ class _Tree:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._is_patched = (folder / patched_tree.PATH).is_file()
+        self._is_patched = patched_tree.is_patched(folder)
         self._files: dict[str, ast.Module | None] = {}
 
     def drifts(self) -> Iterator[str]:
@@ -176,7 +177,7 @@ def _is_same(call: Call, known: Call) -> bool:
     return call.num_positional == known.num_positional and set(call.keywords) == set(known.keywords)
 
 
-def _is_call_of(node: ast.AST, name: str) -> bool:
+def _is_call_of(node: ast.AST, name: str) -> TypeGuard[ast.Call]:
     return isinstance(node, ast.Call) and ast.unparse(node.func) == name
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -18,7 +19,6 @@ from typing import Any
 
 MODULE = "vllm.v1.core.kv_cache_manager_factory"
 # Of the registry's file, below the package's folder.
-PATH = MODULE.partition(".")[2].replace(".", "/") + ".py"
 NAME_FIELD = "kv_cache_manager"
 CONFIG_FIELD = "kv_cache_manager_config"
 
@@ -28,10 +28,21 @@ _engine_index: ContextVar[int] = ContextVar("engine_index", default=0)
 
 @functools.cache
 def is_there() -> bool:
-    """Whether the vLLM of this environment has the registry. Imports nothing of it."""
+    """Whether the vLLM of this environment has the registry, and its scheduler asks it. Imports nothing of it.
+
+    The file alone does not tell: pip leaves it behind when it replaces a patched package.
+    """
     spec = importlib.util.find_spec("vllm")
     folders = (spec.submodule_search_locations if spec is not None else None) or ()
-    return any((Path(folder) / PATH).is_file() for folder in folders)
+    return any(is_patched(Path(folder)) for folder in folders)
+
+
+def is_patched(folder: Path) -> bool:
+    """The same of a vLLM whose package is `folder`."""
+    core = folder / "v1" / "core"
+    name = MODULE.rpartition(".")[2]
+    scheduler = core / "sched" / "scheduler.py"
+    return (core / f"{name}.py").is_file() and scheduler.is_file() and name.encode() in scheduler.read_bytes()
 
 
 def way() -> str:
@@ -64,14 +75,18 @@ def stated(holder: Any) -> tuple[str | None, Mapping[str, Any] | None]:
 def is_vllms_alone(holder: Any) -> bool:
     """Whether a namespace, or an EngineArgs, chooses what vLLM's registry serves without us.
 
-    That is a manager of the fork's in a patched vLLM whose version kvplug does not know: nothing here may refuse it.
+    That is a manager of the fork's in a patched vLLM whose version kvplug does not know, or one that is no class and
+    not to be traced: nothing here may refuse it.
     """
     name = getattr(holder, NAME_FIELD, None)
     if name is None or not is_there():
         return False
+    from vllm_kvplug.settings import TraceSettings
     from vllm_kvplug.vllm_glue import registry, version
 
-    return version.vllm_version() not in version.SUPPORTED_VLLM_VERSIONS and not registry.is_built_in(name)
+    if version.vllm_version() not in version.SUPPORTED_VLLM_VERSIONS:
+        return not registry.is_built_in(name)
+    return is_no_class(name) and TraceSettings.split(stated(holder)[1] or {})[0].trace is None
 
 
 def hand_over(engine_args: Any, choice: Mapping[str, Any] | None) -> None:
@@ -84,11 +99,14 @@ def hand_over(engine_args: Any, choice: Mapping[str, Any] | None) -> None:
 
 
 def carried(vllm_config: Any) -> tuple[str, dict[str, Any]] | None:
-    """Name and settings that a VllmConfig's own fields carry; None: vLLM's own manager, or no such fields."""
+    """Name and settings that a VllmConfig's own fields carry; None: vLLM's own manager, one that `is_no_class`, or no
+    such fields."""
     cache_config = getattr(vllm_config, "cache_config", None)
     name = getattr(cache_config, NAME_FIELD, None)
     # A mocked configuration has whatever is asked for.
-    return (str(name), dict(getattr(cache_config, CONFIG_FIELD))) if isinstance(name, str) else None
+    if not isinstance(name, str) or is_no_class(name):
+        return None
+    return str(name), dict(getattr(cache_config, CONFIG_FIELD))
 
 
 class Registered:
@@ -141,23 +159,27 @@ def register(name: str) -> None:
     """Let vLLM's registry make this manager as kvplug does: checked, recorded if the settings say.
 
     Called when a scheduler is about to be constructed, whoever registered the name, or if it is `module:Class`: in an
-    engine's process the fork's own plugins are loaded after the choice has arrived.
+    engine's process the fork's own plugins are loaded after the choice has arrived. What `is_no_class` stays.
     """
+    from vllm_kvplug.vllm_glue import registry
+
     factory = importlib.import_module(MODULE).KVCacheManagerFactory
     found = factory.find(name)
-    if not isinstance(found, Registered):
-        factory.register(name, Registered(name, _target(found)))
+    if not isinstance(found, Registered) and not is_no_class(name):
+        factory.register(name, Registered(name, _target(found) or registry.target(name)))
 
 
 @contextmanager
 def in_fields(vllm_config: Any, choice: Mapping[str, Any], engine_index: int) -> Iterator[None]:
     """Inside, where an engine or its scheduler is constructed, vLLM's own fields say the choice in any case.
 
-    They say it already, unless a program made a VllmConfig by hand, with the choice in `additional_config`.
+    They say it already, unless a program made a VllmConfig by hand, with the choice in `additional_config`. Processes
+    that are started meanwhile get the hooks with it.
     """
     cache_config = vllm_config.cache_config
     before = getattr(cache_config, NAME_FIELD), getattr(cache_config, CONFIG_FIELD)
-    cache_config.kv_cache_manager, cache_config.kv_cache_manager_config = choice["name"], choice["config"]
+    cache_config.kv_cache_manager = CarriedName(choice["name"])
+    cache_config.kv_cache_manager_config = choice["config"]
     token = _engine_index.set(engine_index)
     try:
         yield
@@ -167,14 +189,34 @@ def in_fields(vllm_config: Any, choice: Mapping[str, Any], engine_index: int) ->
 
 
 def targets() -> dict[str, str]:
-    """`module:Class` by name of what vLLM's registry and its entry points offer; nothing where there is no registry."""
+    """`module:Class` by name of what vLLM's registry and its entry points offer, as far as these are classes; nothing
+    where there is no registry."""
     if not is_there():
         return {}
     factory = importlib.import_module(MODULE).KVCacheManagerFactory
-    return {name: _target(factory.find(name)) for name in factory.names() if ":" not in name}
+    found = {name: _target(factory.find(name)) for name in factory.names() if ":" not in name}
+    return {name: target for name, target in found.items() if target is not None}
 
 
-def _target(found: Any) -> str:
+def is_no_class(name: str) -> bool:
+    """Whether vLLM's registry has something under the name that cannot be imported as a class: a function, a partial,
+    an instance. kvplug leaves it to vLLM."""
+    if not is_there():
+        return False
+    from vllm_kvplug.vllm_glue import registry
+
+    try:
+        found = importlib.import_module(MODULE).KVCacheManagerFactory.find(name)
+    except ValueError:
+        return False
+    return _target(found) is None and not registry.is_built_in(name)
+
+
+def _target(found: Any) -> str | None:
     if isinstance(found, str):
         return found
-    return found.target if isinstance(found, Registered) else f"{found.__module__}:{found.__qualname__}"
+    if isinstance(found, Registered):
+        return found.target
+    if inspect.isclass(found) and "<locals>" not in found.__qualname__:
+        return f"{found.__module__}:{found.__qualname__}"
+    return None

@@ -66,7 +66,7 @@ def target(name: str) -> str:
     """The `module:Class` behind a name; the name itself if it is one.
 
     Raises:
-        SettingsError: unknown, or claimed by two packages.
+        SettingsError: unknown, claimed by two packages, or no class.
     """
     if name in _BUILT_IN:
         return _BUILT_IN[name]
@@ -79,6 +79,11 @@ def target(name: str) -> str:
         )
     if targets:
         return targets.pop()
+    if patched_tree.is_no_class(name):
+        raise SettingsError(
+            "kv_cache_manager: expected a class for what kvplug does with it (trace, shadow, additional_config), "
+            f"found {name!r} registered with vLLM as something else; choose it by --kv-cache-manager, without these"
+        )
     close = difflib.get_close_matches(name, names(), n=1)
     hint = f" (did you mean {close[0]!r}?)" if close else ""
     raise SettingsError(

@@ -32,6 +32,8 @@ class SingleBlocks:
         """
         pool = self._pool
         pool.check_block_ids([block_id])
+        for index in pool.indexes:
+            index.index_all_in_full()  # whoever asks for this holds and caches what they like
         if block_id in pool.unused_block_ids() or any(block_id in run.block_ids for run in pool._worthless):
             self._settle()
         run, offset = pool.places().get(block_id, (None, 0))
@@ -173,9 +175,7 @@ class SingleBlocks:
         run = self.run(block_id)
         run.group_id, run.block_hashes, run.is_intact = group_id, [block_hash], True
         self._pool._changed()
-        index = self._pool.indexes[group_id]
-        index.index_all_in_full()  # whoever asks for this caches what they like
-        index.add(run)
+        self._pool.indexes[group_id].add(run)
 
     def uncache(self, block_id: int) -> None:
         """Take a block that is cached out of the prefix cache. No observer is told: nothing says that it is over."""
