@@ -9,6 +9,8 @@ KEEP ?=
 PORT ?=
 # `make test SUITES="core cli"` runs these alone.
 SUITES ?=
+# `make matrix VERSIONS="0.18.1"` runs with this vLLM alone.
+VERSIONS ?=
 
 # Any Python starts the set-up script, which then looks for the right one.
 ANY_PYTHON = $$(for p in "$(PYTHON)" python3 python3.12 python3.13 python3.11 python3.10 python; do \
@@ -17,7 +19,7 @@ LOCK = UV_PYTHON_DOWNLOADS=never "$$uv" pip compile --quiet --universal --python
 	--generate-hashes --no-emit-index-url --custom-compile-command "make lock"
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo ab test bench lint format conformance lock wheel clean
+.PHONY: help env demo ab test bench lint format conformance matrix lock wheel clean
 
 help:  ## Show the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,6 +55,9 @@ format: env  ## Let ruff mend the format and what it can
 conformance: env  ## Run upstream's own tests of this component against kvplug
 	@$(BIN)/python -m tests.conformance
 
+matrix: env  ## Run kvplug with every vLLM version it supports (VERSIONS="0.18.1" for some; docs/versions.md)
+	@$(BIN)/python -m tests.matrix $(if $(VERSIONS),--versions "$(VERSIONS)")
+
 lock: env  ## Resolve packaging/*.in into the lock files again, keeping the versions that still fit
 	@uv="$$($(ANY_PYTHON) packaging/environment.py --print-uv)" && \
 	$(LOCK) --override packaging/overrides.in packaging/dependencies.in -o requirements.lock && \
@@ -64,6 +69,6 @@ wheel: env  ## Build the wheel into dist/
 	UV_PYTHON_DOWNLOADS=never "$$uv" build --quiet --wheel --no-build-isolation --python $(BIN)/python --out-dir dist . && ls dist/*.whl
 
 clean:  ## Remove what was built here (the models stay in the user's cache folder)
-	@rm -rf $(VENV) .uv build dist *.egg-info packaging/vllm-cpu-metadata/*.egg-info packaging/vllm-cpu-metadata/build \
+	@rm -rf $(VENV) .matrix .uv build dist *.egg-info packaging/vllm-cpu-metadata/*.egg-info packaging/vllm-cpu-metadata/build \
 		.pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

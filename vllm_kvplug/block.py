@@ -155,6 +155,14 @@ class KVCacheBlocks:
             raise AssertionError(f"get_unhashed_block_ids: expected one KV cache group, found {len(self.block_ids)}")
         return [block.block_id for block in self.blocks[0] if block.block_hash is None]
 
+    def get_unhashed_block_ids_all_groups(self) -> list[list[int]]:
+        """By group, the ids of the blocks that are not in the prefix cache, null blocks left out (connectors of several
+        groups ask).
+        """
+        return [
+            [block.block_id for block in row if block.block_hash is None and not block.is_null] for row in self.blocks
+        ]
+
     def new_empty(self) -> KVCacheBlocks:
         """No blocks, for as many groups."""
         return KVCacheBlocks(tuple(() for _ in self.block_ids))

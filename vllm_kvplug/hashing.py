@@ -7,7 +7,8 @@ lists:
 
 - an adapter's key is `("lora", name, path)`, so that no salt can equal it, nor another adapter of the same name;
 - a block has the keys of exactly those images whose placeholder overlaps it, in however many calls it is hashed;
-- an image that is in a request twice has its place in its key: `(identifier, first token from the block's start)`.
+- an image that is in a request twice has its place in its key: `(identifier, first token from the block's start)`;
+  with `places_images` every image has.
 
 Nothing is remembered between calls: a block's keys follow from the request's tokens and inputs up to the block's end
 alone. So a prefix keeps its hashes when a conversation goes on, whatever is sent with the next turn.
@@ -42,20 +43,22 @@ class ExtraKeys:
     Args:
         request: vLLM's Request.
         digest_embeds: answers the digest of the rows `start_token` to `end_token` of a request's prompt embeddings.
+        places_images: every image has its place in its key, not only one that is in the request twice.
 
     Attributes:
         adapter: the adapter's key alone, in a tuple; None without an adapter.
         adapter_alone_from: the token from which on `adapter` is all that a block has.
     """
 
-    def __init__(self, request: Any, digest_embeds: DigestEmbeds) -> None:
+    def __init__(self, request: Any, digest_embeds: DigestEmbeds, *, places_images: bool = False) -> None:
         self._request = request if request.prompt_embeds is not None else None
         self._digest_embeds = digest_embeds
+        self._places_images = places_images
         self._salt = request.cache_salt
         self.adapter: Key = None
         if request.lora_request is not None:
             self.adapter, self._salt = _adapter_keys(request.lora_request, self._salt)
-        self._images = _Images.of(request.mm_features) if request.mm_features else None
+        self._images = _Images.of(request.mm_features, places_images) if request.mm_features else None
         self.adapter_alone_from: float = 1 if self._salt else 0
         if self._images is not None:
             self.adapter_alone_from = max(self.adapter_alone_from, self._images.furthest_ends[-1])
@@ -70,10 +73,14 @@ class ExtraKeys:
         return self._joined(images, start_token, ((start_token, end_token),))
 
     def of_blocks_joined(self, start_token: int, end_token: int, num_tokens_per_hash: int) -> Key:
-        """The keys of several consecutive blocks whose hashes are one name: each key of theirs once."""
+        """The keys of several consecutive blocks whose hashes are one name: each key of theirs once. (With
+        `places_images` an image has its place from the first block's start.)
+        """
         ranges = [(start, start + num_tokens_per_hash) for start in range(start_token, end_token, num_tokens_per_hash)]
         images: tuple[Any, ...] = ()
-        if self._images is not None:
+        if self._images is not None and self._places_images:
+            images = self._images.keys(start_token, end_token)
+        elif self._images is not None:
             images = tuple(dict.fromkeys(key for start, end in ranges for key in self._images.keys(start, end)))
         return self._joined(images, start_token, ranges)
 
@@ -94,11 +101,12 @@ class _Images(NamedTuple):
     ends: list[int]
     # The furthest end up to each image: placeholders may lie within each other (a video's frames and its sound).
     furthest_ends: list[int]
-    # The first token of the second image with this one's identifier: from there on it is in the request twice.
+    # The first token of the second image with this one's identifier: from there on it is in the request twice. (0 where
+    # every image's place is in its key.)
     repeated_from: list[float]
 
     @classmethod
-    def of(cls, features: Iterable[Any]) -> _Images:
+    def of(cls, features: Iterable[Any], places_images: bool) -> _Images:
         ordered = sorted(features, key=lambda feature: feature.mm_position.offset)
         # An empty placeholder belongs to the block at whose token it stands.
         starts = [feature.mm_position.offset for feature in ordered]
@@ -114,7 +122,8 @@ class _Images(NamedTuple):
         # One object for equal identifiers: pickle writes an object's second occurrence as a reference, an equal
         # object in full, and the bytes would tell them apart.
         identifiers = [first_of[feature.identifier] for feature in ordered]
-        repeated_from = [second_start.get(identifier, float("inf")) for identifier in identifiers]
+        placed_from = dict.fromkeys(first_of, 0.0) if places_images else second_start
+        repeated_from = [placed_from.get(identifier, float("inf")) for identifier in identifiers]
         return cls(identifiers, starts, ends, list(accumulate(ends, max)), repeated_from)
 
     def keys(self, start_token: int, end_token: int) -> tuple[Any, ...]:
@@ -144,6 +153,8 @@ def block_hasher(
     hash_function: HashFunction,
     first_parent: Callable[[], Any],
     digest_embeds: DigestEmbeds,
+    *,
+    places_images: bool = False,
 ) -> Callable[[Any], list[Any]]:
     """Make the function that answers the hashes of the full blocks that a request has beyond its `block_hashes`.
 
@@ -153,7 +164,7 @@ def block_hasher(
         num_tokens_per_hash: tokens of each hashed block.
         hash_function: vLLM's, by `--prefix-caching-hash-algo`.
         first_parent: answers what stands for the parent of a request's first block.
-        digest_embeds: see `ExtraKeys`.
+        digest_embeds, places_images: see `ExtraKeys`.
     """
 
     def missing_hashes(request: Any) -> list[Any]:
@@ -170,7 +181,7 @@ def block_hasher(
         hashes: list[Any] = []
         extra_keys: Key = None
         if needs_extra_keys(request):
-            keys = ExtraKeys(request, digest_embeds)
+            keys = ExtraKeys(request, digest_embeds, places_images=places_images)
             while start_token < keys.adapter_alone_from and len(hashes) < num_new_blocks:
                 end_token = start_token + num_tokens_per_hash
                 parent = hash_function((parent, next(blocks), keys.of_block(start_token, end_token)))

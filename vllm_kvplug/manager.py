@@ -211,6 +211,44 @@ class CacheManager:
         new_block_ids = self._serve(request, demand, hits, num_cache_tokens, is_admission=is_admission)
         return None if new_block_ids is None else self._answer(new_block_ids)
 
+    def can_fit_full_sequence(
+        self,
+        request: Any,
+        num_new_computed_tokens: int = 0,
+        new_computed_blocks: KVCacheBlocks | None = None,
+        num_external_computed_tokens: int = 0,
+        num_encoder_tokens: int = 0,
+    ) -> bool:
+        """Whether the free blocks suffice for all tokens of a waiting request, not only for its first step. Changes
+        nothing. The arguments are those of `allocate_slots`.
+
+        Where no other request holds a block the answer is True unless a group defers: no other's end makes room, so
+        `allocate_slots` is to tell what can be done in steps.
+
+        Raises:
+            CallError: hits that no lookup can have found.
+        """
+        num_ready_tokens = request.num_computed_tokens + num_new_computed_tokens + num_external_computed_tokens
+        demand = SlotDemand(
+            num_computed_tokens=request.num_computed_tokens,
+            num_hit_tokens=num_new_computed_tokens,
+            num_external_tokens=num_external_computed_tokens,
+            num_new_tokens=max(min(request.num_tokens, self.max_model_len) - num_ready_tokens, 0),
+            num_lookahead_tokens=0,
+            max_model_len=self.max_model_len,
+            num_encoder_tokens=num_encoder_tokens,
+        )
+        blocks = self.empty_kv_cache_blocks if new_computed_blocks is None else new_computed_blocks
+        has_lookup = blocks is not self.empty_kv_cache_blocks
+        hits = self._no_hits
+        if has_lookup or num_new_computed_tokens:
+            hits = self._hits_of(request, blocks, num_new_computed_tokens)
+        is_admission = has_lookup or num_external_computed_tokens > 0
+        plan = self._coordinator.plan(request.request_id, demand, hits, is_admission=is_admission)
+        if plan.defers:
+            return False
+        return plan.num_free_blocks_needed <= self.pool.num_free_blocks or self._holds_all(request.request_id)
+
     def _grow_groups(
         self, request: Any, num_slot_tokens: int, num_tokens_after_step: int
     ) -> tuple[tuple[Sequence[int], ...], int] | None:

@@ -32,6 +32,10 @@ class Blocks:
         """Ids of the blocks that are not in the prefix cache."""
         return [block.block_id for block in self.blocks[0] if block.block_hash is None]
 
+    def get_unhashed_block_ids_all_groups(self) -> list[list[int]]:
+        """The same by group (from vLLM 0.18 on)."""
+        return [self.get_unhashed_block_ids()]
+
     def new_empty(self) -> Blocks:
         """No blocks."""
         return Blocks([])
@@ -112,6 +116,22 @@ class SmallManager:
         if self._stats is not None:
             self._stats.record(request.num_tokens, num_hit_tokens, preempted=request.num_preemptions > 0)
         return self._answer(row), num_hit_tokens
+
+    def can_fit_full_sequence(
+        self,
+        request: Any,
+        num_new_computed_tokens: int = 0,
+        new_computed_blocks: Blocks | None = None,
+        num_external_computed_tokens: int = 0,
+        num_encoder_tokens: int = 0,
+    ) -> bool:
+        """Whether there is room for all tokens of a waiting request (vLLM asks from 0.19 on). Takes nothing."""
+        hits = [block.block_id for block in new_computed_blocks.blocks[0]] if new_computed_blocks is not None else []
+        num_held = len(self._tables.get(request.request_id, ())) + len(hits)
+        num_new_blocks = -(-min(request.num_tokens, self.max_model_len) // self.num_tokens_per_block) - num_held
+        # Alone it is to come as far as it can: nobody's end makes more room.
+        is_alone = len(self._free) == self.num_usable_blocks
+        return is_alone or num_new_blocks + sum(block_id in self._free for block_id in hits) <= len(self._free)
 
     def allocate_slots(
         self,

@@ -82,7 +82,7 @@ def _scheduler(choice: SideChoice, num_running: int, num_blocks: int) -> Any:
 
     from vllm_kvplug.evals.performance.sides import groups
     from vllm_kvplug.vllm_glue.choice import ManagerChoice
-    from vllm_kvplug.vllm_glue.v0_17 import SchedulerBuilder
+    from vllm_kvplug.vllm_glue.seams import SchedulerBuilder
 
     base = _vllm_config()
     vllm_config = copy.copy(base)

@@ -46,6 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--upstream-only", action="store_true", help="plain upstream alone")
     parser.add_argument("--kvplug-only", action="store_true", help="kvplug alone, without the comparison")
     parser.add_argument("--module", default=OURS, help="the module with the replacements (default: %(default)s)")
+    parser.add_argument("--json", type=Path, help="write the numbers there")
     options, pytest_arguments = parser.parse_known_args(arguments)
     if options.upstream_only and options.kvplug_only:
         parser.error("--upstream-only and --kvplug-only exclude each other")
@@ -56,6 +57,10 @@ def main(arguments: list[str] | None = None) -> int:
     except SuiteError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    if options.json is not None:
+        names = {None: "upstream", options.module: "kvplug"}
+        counts = {names[side]: verdict.counts(results, listed_tests()) for side, results in found.items()}
+        options.json.write_text(json.dumps(counts))
     return _print_report(options.suite, found.get(None), found.get(options.module))
 
 
@@ -95,7 +100,7 @@ def _run_list(name: str, module: str | None, pytest_arguments: list[str]) -> Res
         report = Path(scratch) / "report.json"
         node_file = Path(scratch) / "node_ids.txt"
         node_file.write_text("\n".join(node_ids(name)))
-        environment = _environment(hub, report, module) | {"TMPDIR": scratch}
+        environment = environment_of(hub, report, module) | {"TMPDIR": scratch}
         if module is not None:
             expected_to_fail = Path(scratch) / "expected_to_fail.txt"
             expected_to_fail.write_text("\n".join(listed_tests()))
@@ -128,7 +133,8 @@ def _with_weights(name: str) -> bool:
     return name in ("end_to_end", "slow")
 
 
-def _environment(hub: Path, report: Path, module: str | None) -> dict[str, str]:
+def environment_of(hub: Path, report: Path, module: str | None) -> dict[str, str]:
+    """The environment variables of a run of upstream's tests; `module`: what is swapped in."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("KVPLUG_SWAP")}
     environment |= {
         "HF_HOME": str(hub),

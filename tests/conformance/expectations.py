@@ -7,12 +7,15 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.conformance.sdist import VLLM_VERSION
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
 _HERE = Path(__file__).parent
+LISTS_FOLDER = _HERE / "lists"
 LISTS = ("relevant", "fast", "end_to_end", "slow")
 # What a suite runs, list by list; `standard` is all that is a matter of minutes. `relevant` is part of `fast`.
 SUITES = {"standard": ("fast", "end_to_end"), **{name: (name,) for name in LISTS}}
@@ -38,8 +41,26 @@ class ListedTest:
 
 
 def node_ids(suite: str) -> list[str]:
-    """The tests of a suite, by pytest node id."""
-    return [line for name in SUITES[suite] for line in (_HERE / "lists" / f"{name}.txt").read_text().splitlines()]
+    """The tests of a suite in the installed vLLM, by pytest node id."""
+    return [node_id for name in SUITES[suite] for node_id in listed_in(name, VLLM_VERSION)]
+
+
+def changes_path(version: str) -> Path:
+    """Where the changes of a version's series are: the tests of 0.19.0 and 0.19.1 are the same, file by file."""
+    return LISTS_FOLDER / f"changes-{version.rpartition('.')[0]}.txt"
+
+
+def listed_in(name: str, version: str) -> list[str]:
+    """The tests of one list in a version: those of the baseline, with the changes that `survey.py` has found."""
+    found = (LISTS_FOLDER / f"{name}.txt").read_text().splitlines()
+    path = changes_path(version)
+    if not path.exists():
+        return found
+    changes = [line.split(" ", 2) for line in path.read_text().splitlines() if line.startswith(("+", "-"))]
+    gone = {node_id for sign, changed, node_id in changes if sign == "-" and changed == name}
+    return [one for one in found if one not in gone] + [
+        node_id for sign, changed, node_id in changes if sign == "+" and changed == name
+    ]
 
 
 def must_construct_ours() -> set[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.metadata
 import os
 import shutil
 import subprocess
@@ -17,11 +18,15 @@ from pathlib import Path
 
 from vllm_kvplug.cli.models import store
 
-VLLM_VERSION = "0.17.1"
-# By version; tests/patches takes the others.
+# The installed one, whose own tests are run.
+VLLM_VERSION = importlib.metadata.version("vllm").partition("+")[0]
+# By version; tests/patches takes some of the others, tests/matrix all.
 SDIST_SHA256 = {
+    "0.17.0": "b0b62e58ef4eb633ef371f2726976372cf6dfcb7ff2ea9ddf7194c1930d5629a",
     "0.17.1": "d26a95dcb92e2ff78ed4b48bff247d845b0c768edf6c0acf2401376a56c57b61",
+    "0.18.0": "9a1bee091db8dbb4664a2a09cd9c61912e9912a44af1ce12b8593a231d05971c",
     "0.18.1": "8d18eff1c4ed21eb8cf7a45a1d1b34752d5ec287e79186e451d5c2f797cacdb7",
+    "0.19.0": "81e59cf87175e7a62eb8d9acf5989484bbd17089d5eface353f89067bda282d9",
     "0.19.1": "9fb88ce6b50991eba41d183584f65f51d7f6015d86a42cdabf79c1c8bd5d66fa",
 }
 
@@ -73,9 +78,15 @@ def sdist_path(version: str = VLLM_VERSION) -> Path:
 
 
 def _check(path: Path, version: str) -> None:
-    found, expected = hashlib.sha256(path.read_bytes()).hexdigest(), SDIST_SHA256[version]
+    found, expected = hashlib.sha256(path.read_bytes()).hexdigest(), _sha256(version)
     if found != expected:
         raise SuiteError(f"{path}: expected sha256 {expected}, found {found}; remove the file and try again")
+
+
+def _sha256(version: str) -> str:
+    if version not in SDIST_SHA256:
+        raise SuiteError(f"the tests of vLLM {version}: expected one of {', '.join(SDIST_SHA256)}")
+    return SDIST_SHA256[version]
 
 
 def _download(version: str, folder: Path) -> Path:
@@ -83,7 +94,7 @@ def _download(version: str, folder: Path) -> Path:
     # build script quick (no compiler, no CUDA); it needs setuptools-scm and torch, which the environment has.
     environ = {**os.environ, "VLLM_TARGET_DEVICE": "empty", "VLLM_VERSION_OVERRIDE": version}
     requirements = folder / "requirements.txt"
-    requirements.write_text(f"vllm=={version} --hash=sha256:{SDIST_SHA256[version]}\n")
+    requirements.write_text(f"vllm=={version} --hash=sha256:{_sha256(version)}\n")
     command = [
         sys.executable,
         "-m",

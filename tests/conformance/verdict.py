@@ -74,6 +74,16 @@ class Results:
         return self.outcomes.get(node_id, "not run")
 
 
+def counts(results: Results, listed: Mapping[str, ListedTest]) -> dict[str, int]:
+    """How many tests were to run, passed, and are listed as not passing (of kvplug)."""
+    outcomes = [results.outcome(node_id) for node_id in results.selected]
+    return {
+        "selected": len(outcomes),
+        "passed": outcomes.count("passed"),
+        "left_out": sum(node_id in listed for node_id in results.selected),
+    }
+
+
 def problems_of_upstream(results: Results) -> list[str]:
     """Why the plain run fails. Empty: it passes."""
     return [

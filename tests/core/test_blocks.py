@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.core.support import FakeRequest, make_manager, run_prefill
+from tests.core.support import FakeRequest, make_hybrid_manager, make_manager, run_prefill
 from vllm_kvplug.block import BlockView, KVCacheBlocks
 
 
@@ -59,6 +59,17 @@ def test_unhashed_ids_are_the_blocks_outside_the_prefix_cache() -> None:
     assert manager.get_blocks("a").get_unhashed_block_ids() == [3]
     with pytest.raises(AssertionError, match="expected one KV cache group, found 2"):
         KVCacheBlocks(((), ())).get_unhashed_block_ids()
+
+
+def test_unhashed_ids_by_group_leave_null_blocks_out() -> None:
+    manager = make_hybrid_manager()  # full attention beside a window of 6 tokens
+    request = FakeRequest("a", list(range(14)))
+    run_prefill(manager, request)
+    manager.remove_skipped_blocks("a", 13)
+    blocks = manager.get_blocks("a")
+    full, window = blocks.get_block_ids()
+    assert window[0] == 0
+    assert blocks.get_unhashed_block_ids_all_groups() == [full[3:], window[3:]]
 
 
 def test_built_from_anything_with_a_block_id() -> None:

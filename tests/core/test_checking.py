@@ -96,7 +96,7 @@ def test_stop_checks_after_every_public_call(name: str) -> None:
         "evict_blocks": ({1},),
         "remove_skipped_blocks": ("a", 8),
     }
-    arguments |= dict.fromkeys(("get_computed_blocks", "free", "never_fits"), (request,))
+    arguments |= dict.fromkeys(("get_computed_blocks", "can_fit_full_sequence", "free", "never_fits"), (request,))
     arguments |= dict.fromkeys(("get_blocks", "get_block_ids", "get_num_common_prefix_blocks"), ("a",))
     if name == "allocate_slots":
         request.tokens.append(1)

@@ -133,6 +133,22 @@ def test_an_image_that_is_there_twice_has_its_place() -> None:
     assert hashes_of(request, 8) != hashes_of(moved, 8)
 
 
+def test_every_image_can_have_its_place() -> None:
+    request = HashedRequest(range(12), mm_features=[image("X", 1, 2), image("Y", 6, 4)])
+    keys = ExtraKeys(request, digest_embeds, places_images=True)
+    ranges = [(0, 4), (4, 8), (8, 12)]
+    assert [keys.of_block(*tokens) for tokens in ranges] == [(("X", 1),), (("Y", 2),), (("Y", -2),)]
+    # Of joined blocks the first one's start counts.
+    assert keys.of_blocks_joined(4, 12, 4) == (("Y", 2),)
+    placed, plain = (
+        block_hasher(4, hash_function, lambda: FIRST_PARENT, digest_embeds, places_images=places)(request)
+        for places in (True, False)
+    )
+    assert not set(placed) & set(plain)
+    moved = HashedRequest(range(12), mm_features=[image("X", 0, 2), image("Y", 6, 4)])
+    assert block_hasher(4, hash_function, lambda: FIRST_PARENT, digest_embeds, places_images=True)(moved) != placed
+
+
 def test_blocks_whose_hashes_are_joined() -> None:
     request = HashedRequest(
         range(16),

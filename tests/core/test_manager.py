@@ -81,6 +81,49 @@ def test_refused_where_hits_and_new_blocks_together_exceed_the_free_blocks() -> 
     check_invariants(manager)
 
 
+def test_a_full_sequence_fits_where_all_its_blocks_are_free() -> None:
+    manager = make_manager(num_blocks=7)
+    prefilled(manager, "a", list(range(8)))  # two of six
+    before = snapshot(manager)
+    assert manager.can_fit_full_sequence(FakeRequest("b", list(range(100, 116))))
+    assert not manager.can_fit_full_sequence(FakeRequest("b", list(range(100, 117))))
+    # Two blocks of a prefix that "a" holds are no new ones.
+    longer = FakeRequest("c", list(range(24)))
+    blocks, num_hit_tokens = manager.get_computed_blocks(longer)
+    assert num_hit_tokens == 8
+    assert manager.can_fit_full_sequence(longer, num_hit_tokens, blocks)
+    assert not manager.can_fit_full_sequence(longer)
+    assert not manager.can_fit_full_sequence(FakeRequest("d", list(range(25))), num_hit_tokens, blocks)
+    # Tokens from outside need blocks as well.
+    assert not manager.can_fit_full_sequence(
+        FakeRequest("d", list(range(25))), 8, blocks, num_external_computed_tokens=8
+    )
+    assert snapshot(manager) == before
+
+
+def test_free_hits_use_up_free_blocks_of_a_full_sequence() -> None:
+    manager = make_manager(num_blocks=7)
+    manager.free(prefilled(manager, "a", list(range(8))))
+    prefilled(manager, "b", list(range(100, 108)))
+    longer = FakeRequest("c", list(range(17)))
+    blocks, num_hit_tokens = manager.get_computed_blocks(longer)
+    assert num_hit_tokens == 8
+    assert not manager.can_fit_full_sequence(longer, num_hit_tokens, blocks)  # two hits and three more of four
+    assert manager.can_fit_full_sequence(FakeRequest("c", list(range(16))), num_hit_tokens, blocks)
+
+
+def test_whom_nobody_else_keeps_from_fitting_is_let_in() -> None:
+    """Refused for ever otherwise: no other's end makes room. What it can do in steps, `allocate_slots` tells."""
+    manager = make_manager(num_blocks=4)
+    request = FakeRequest("a", list(range(20)))
+    assert manager.can_fit_full_sequence(request)
+    assert manager.allocate_slots(request, 8) is not None
+    request.num_computed_tokens = 8
+    assert manager.can_fit_full_sequence(request)
+    prefilled(manager, "b", [1, 2, 3])
+    assert not manager.can_fit_full_sequence(request)
+
+
 def test_a_decode_step_inside_its_block_gets_the_shared_empty_answer() -> None:
     manager = make_manager()
     request = prefilled(manager, "a", list(range(5)))

@@ -19,7 +19,7 @@ from tests.core.trace_support import (
 )
 from vllm_kvplug.invariants import check_invariants
 from vllm_kvplug.trace.comparison import compare
-from vllm_kvplug.trace.driver import AHEAD, FOREIGN_BLOCKS, LEFT_OUT, ManagerDriver, Outcome
+from vllm_kvplug.trace.driver import AHEAD, FOREIGN_BLOCKS, LEFT_OUT, UNKNOWN_CALL, ManagerDriver, Outcome
 from vllm_kvplug.trace.operations import NOTHING, REFUSED, Answer, Operation, RequestState, equal_rows
 from vllm_kvplug.trace.recorder import Recorder
 from vllm_kvplug.trace.replay import Replay, ReplayedManager
@@ -174,6 +174,39 @@ def test_external_tokens_bring_it_to_the_same_token(own_hits: int, external: int
     drive(ManagerDriver(spy), lookup(32), admit(32, 52, num_external_computed_tokens=16))
     _, args, kwargs = spy.take()[-1]
     assert (kwargs["num_external_computed_tokens"], args[1]) == (external, new)
+
+
+def test_whether_all_of_it_fits_is_asked_with_its_own_hits() -> None:
+    spy = Spy(16)
+    driver = ManagerDriver(spy)
+    arguments = {"hits": "lookup", "num_new_computed_tokens": 32, "num_external_computed_tokens": 8}
+    asked = Operation("can_fit_full_sequence", arguments, request_state(), 0, Answer(done=True))
+    outcome = drive(driver, lookup(32), asked)[-1]
+    assert spy.take()[-1] == (
+        "can_fit_full_sequence",
+        ("request-0",),
+        {
+            "num_new_computed_tokens": 16,
+            "new_computed_blocks": spy.hits,
+            "num_external_computed_tokens": 8,
+            "num_encoder_tokens": 0,
+        },
+    )
+    assert outcome.is_adjusted
+    assert outcome.answer == Answer(done=False)
+    difference = compare(asked, outcome.answer, same_class=False)
+    assert difference is not None
+    assert (difference.expected, difference.found) == ("True", "False")
+
+
+def test_a_call_that_its_vllm_does_not_have_is_skipped() -> None:
+    class Older:
+        empty_kv_cache_blocks = Spy.Blocks()
+
+    asked = Operation("can_fit_full_sequence", {}, request_state(), 0, Answer(done=True))
+    driver = ManagerDriver(Older())
+    assert driver.apply(asked).skipped == UNKNOWN_CALL
+    assert driver.counts["skipped"] == 1
 
 
 def test_a_misuse_is_repeated_as_it_was() -> None:

@@ -48,7 +48,7 @@ def test_the_tables_are_what_the_installed_scheduler_does() -> None:
                 arguments = [ast.unparse(argument) for argument in node.args]
                 constructions.append((arguments, tuple(keyword.arg for keyword in node.keywords)))
     assert {name: set(shapes) for name, shapes in contract.CALLS.items()} == calls
-    assert set(contract.ATTRIBUTES) == members - set(calls)
+    assert {*contract.ATTRIBUTES, *contract.CONNECTOR_ATTRIBUTES} == members - set(calls)
     arguments = ["self.cache_config"] if IS_PATCHED else []
     assert constructions == [(arguments, contract.CONSTRUCTOR_KEYWORDS)]
 

@@ -113,7 +113,7 @@ def test_the_benchmarks_way_keeps_the_choice(
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    from vllm_kvplug.vllm_glue.v0_17 import SchedulerBuilder
+    from vllm_kvplug.vllm_glue.seams import SchedulerBuilder
 
     def stop(engine_args: Any, **_: Any) -> None:
         raise Stopped(engine_args)

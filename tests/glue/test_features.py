@@ -6,6 +6,7 @@ The models are a configuration each, without weights.
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from tests.glue.support import ENGINE_ARGS, model_folder, own_lines, run_python
 from vllm_kvplug.errors import UnsupportedError
 from vllm_kvplug.vllm_glue.choice import CommandLineChoice
+from vllm_kvplug.vllm_glue.features import refuse_unsupported
 
 WINDOW = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 32}
 MIXED = {
@@ -148,3 +150,15 @@ def test_a_server_that_is_refused_ends_before_it_loads_weights(tmp_path: Path) -
     assert "error: kvplug does not support prefix caching with decode context parallelism over sliding window" in line
     for unwanted in ("Traceback", "Initializing a V1 LLM engine", "Starting to load model"):
         assert unwanted not in process.stdout
+
+
+@pytest.mark.parametrize("is_one_of_several", [False, True])
+def test_a_connector_that_works_on_vllms_own_pool_is_refused(is_one_of_several: bool) -> None:
+    """vLLM has it from 0.19 on; with prefix caching or without."""
+    name = "SimpleCPUOffloadConnector"
+    transfer = SimpleNamespace(kv_connector=name, kv_connector_extra_config={})
+    if is_one_of_several:
+        extra = {"connectors": [{"kv_connector": "ExampleConnector"}, {"kv_connector": name}]}
+        transfer = SimpleNamespace(kv_connector="MultiConnector", kv_connector_extra_config=extra)
+    with pytest.raises(UnsupportedError, match=f"kvplug does not support {name} .*works instead: OffloadingConnector"):
+        refuse_unsupported(SimpleNamespace(kv_transfer_config=transfer, model_config=None))

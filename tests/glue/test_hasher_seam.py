@@ -21,7 +21,7 @@ import vllm_kvplug
 from tests.glue import managers
 from tests.glue.support import seams_only, with_choice
 from vllm_kvplug.errors import ContractError
-from vllm_kvplug.vllm_glue import contract, registry, v0_17
+from vllm_kvplug.vllm_glue import contract, registry, seams
 
 pytestmark = seams_only
 
@@ -86,7 +86,7 @@ def start(kv_cache_config: Any) -> Any:
 
         engine = SimpleNamespace()
         arguments, keywords = ((), {"vllm_config": with_choice(name)}) if by_keyword else ((with_choice(name),), {})
-        v0_17._around_engine_core_init(construct, engine, *arguments, **keywords)
+        seams._around_engine_core_init(construct, engine, *arguments, **keywords)
         return engine
 
     return start

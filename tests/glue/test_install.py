@@ -61,8 +61,8 @@ print(sorted(new))
 def test_another_vllm_version_is_refused(make_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import vllm
 
-    monkeypatch.setattr(vllm, "__version__", "0.18.0")
-    with pytest.raises(KVPlugError, match=r"expects vLLM 0\.17\.1, found 0\.18\.0"):
+    monkeypatch.setattr(vllm, "__version__", "0.20.0")
+    with pytest.raises(KVPlugError, match=r"expects vLLM 0\.17\.0, .*0\.19\.1, found 0\.20\.0, which differs: "):
         make_config(additional_config={"kv_cache_manager": "kvplug"})
     assert make_config().additional_config == {}
 
@@ -74,12 +74,12 @@ def test_a_forks_manager_on_another_version_is_not_ours_to_refuse(
     import vllm
 
     theirs = "tests.glue.managers:Plain"
-    monkeypatch.setattr(vllm, "__version__", "0.18.1")
+    monkeypatch.setattr(vllm, "__version__", "0.20.1")
     cache_config = make_config(kv_cache_manager=theirs).cache_config
     assert (type(cache_config.kv_cache_manager), cache_config.kv_cache_manager) == (str, theirs)
     namespace = cli_parser.parse_args(["serve", "m", "--kv-cache-manager", theirs])
     assert (namespace.kv_cache_manager, namespace.additional_config) == (theirs, {})
-    with pytest.raises(KVPlugError, match=r"expects vLLM 0\.17\.1, found 0\.18\.1"):
+    with pytest.raises(KVPlugError, match=r"expects vLLM 0\.17\.0, .*0\.19\.1, found 0\.20\.1, which differs: "):
         make_config(kv_cache_manager="kvplug")
 
 

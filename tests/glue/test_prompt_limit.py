@@ -14,7 +14,7 @@ from tests.glue import managers
 from tests.glue.support import fake_engine_core, is_hooked, run_python, with_choice
 from vllm_kvplug.geometry import AttentionKind, CacheGeometry, GroupGeometry
 from vllm_kvplug.sizing import geometry_from_json, geometry_to_json
-from vllm_kvplug.vllm_glue import metrics, prompt_limit, report, v0_17
+from vllm_kvplug.vllm_glue import metrics, prompt_limit, report, seams
 
 
 def geometry(num_blocks: int) -> CacheGeometry:
@@ -206,7 +206,7 @@ def test_activation_hooks_the_front_ends() -> None:
     from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.engine.llm_engine import LLMEngine
 
-    v0_17.activate()
+    seams.activate()
     for owner, name in (
         (AsyncLLM, "generate"),
         (AsyncLLM, "get_supported_tasks"),

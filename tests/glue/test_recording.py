@@ -17,7 +17,7 @@ from tests.lockstep.mixes import kv_cache_config as mixed_config
 from vllm_kvplug.errors import SettingsError, TraceError
 from vllm_kvplug.trace.format import Header, encode_header
 from vllm_kvplug.trace.live_calls import LiveCalls
-from vllm_kvplug.trace.operations import METHODS, REQUEST_ID_METHODS, REQUEST_METHODS
+from vllm_kvplug.trace.operations import METHODS, REQUEST_ID_METHODS, REQUEST_METHODS, VERSIONS_METHODS
 from vllm_kvplug.trace.reader import TraceReader
 from vllm_kvplug.vllm_glue import contract, recording, registry
 from vllm_kvplug.vllm_glue import replay as glue_replay
@@ -59,7 +59,8 @@ def closed(scheduler: Any, path: Path) -> TraceReader:
 
 
 def test_operations_are_the_contract() -> None:
-    assert set(METHODS) == set(contract.CALLS)
+    # Of all versions: a trace of one can be read beside another.
+    assert set(METHODS) == {*contract.CALLS, *VERSIONS_METHODS}
     assert set(REQUEST_ID_METHODS) <= set(METHODS)
     calls = LiveCalls(SimpleNamespace(get_block_ids=lambda: ([],)))
     request = SimpleNamespace(

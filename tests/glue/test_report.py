@@ -13,7 +13,7 @@ from tests.glue.own_scheduler import Forgetful, Small
 from tests.glue.support import fake_engine_core, with_choice
 from vllm_kvplug.errors import ContractError
 from vllm_kvplug.settings import Settings
-from vllm_kvplug.vllm_glue import report, v0_17
+from vllm_kvplug.vllm_glue import report, seams
 
 THEIRS = "tests.glue.managers:WithSettings"
 
@@ -29,7 +29,7 @@ def start_line(kv_cache_config: Any, kvplug_log: list[str]) -> Callable[..., str
 
     def start(name: str, config: dict[str, Any] | None = None) -> str:
         kvplug_log.clear()
-        v0_17.SchedulerBuilder(Small)(vllm_config=with_choice(name, config), kv_cache_config=kv_cache_config)
+        seams.SchedulerBuilder(Small)(vllm_config=with_choice(name, config), kv_cache_config=kv_cache_config)
         (line,) = [line for line in kvplug_log if "in force" in line]
         return line
 
@@ -114,6 +114,6 @@ def test_what_cannot_be_told_stops_the_start_with_one_line(
     scheduler_cls: type, name: str, message: str, kv_cache_config: Any
 ) -> None:
     with pytest.raises(ContractError) as refusal:
-        v0_17.SchedulerBuilder(scheduler_cls)(vllm_config=with_choice(name), kv_cache_config=kv_cache_config)
+        seams.SchedulerBuilder(scheduler_cls)(vllm_config=with_choice(name), kv_cache_config=kv_cache_config)
     assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)

@@ -16,7 +16,7 @@ from tests.glue.shadow_runs import construct, run
 from tests.glue.support import fake_engine_core, with_choice
 from tests.scheduler.cases import Case
 from vllm_kvplug.errors import SettingsError, UnsupportedError
-from vllm_kvplug.vllm_glue import contract, metrics, registry, report, v0_17
+from vllm_kvplug.vllm_glue import contract, metrics, registry, report, seams
 from vllm_kvplug.vllm_glue.shadow import ShadowManager
 from vllm_kvplug.vllm_glue.shadow_settings import ShadowSettings
 
@@ -131,7 +131,7 @@ def test_the_glues_care_for_kvplug_goes_with_the_serving_side(serving: str, base
     assert (report.GEOMETRY in answer) is is_ours
 
     session = SimpleNamespace(num_computed_tokens=9, block_hashes=[b"1", b"2", b"3"])
-    v0_17._around_update_request_as_session(lambda *args: None, scheduler, session)
+    seams._around_update_request_as_session(lambda *args: None, scheduler, session)
     assert len(session.block_hashes) == (2 if is_ours else 3)
 
 

@@ -16,7 +16,7 @@ import pytest
 import vllm_kvplug
 from tests.glue.support import IS_PATCHED, fake_engine_core, is_hooked, patched_only, seams_only, with_choice
 from vllm_kvplug.errors import ContractError
-from vllm_kvplug.vllm_glue import report, v0_17
+from vllm_kvplug.vllm_glue import report, seams
 from vllm_kvplug.vllm_glue.choice import ManagerChoice, chosen
 
 HOLDERS = ["vllm.v1.core.sched.scheduler", "tests.glue.own_scheduler"]
@@ -123,7 +123,7 @@ def test_one_after_another_in_one_process(kv_cache_config: Any, upstream_manager
     from tests.glue import managers
     from tests.glue.own_scheduler import Small
 
-    builder = v0_17.SchedulerBuilder(Small)
+    builder = seams.SchedulerBuilder(Small)
     expected = {
         "kvplug": vllm_kvplug.KVCacheManager,
         None: upstream_manager,
@@ -153,7 +153,7 @@ def test_an_engine_with_vllms_own_manager_beside_one_under_construction(
             assert release.wait(60)
 
     def start(pool: ThreadPoolExecutor, scheduler_cls: type, name: str | None) -> Future[Any]:
-        return pool.submit(v0_17.SchedulerBuilder(scheduler_cls), with_choice(name), kv_cache_config)
+        return pool.submit(seams.SchedulerBuilder(scheduler_cls), with_choice(name), kv_cache_config)
 
     with ThreadPoolExecutor(2) as pool:
         ours = start(pool, Held, "kvplug")
@@ -169,7 +169,7 @@ def test_settings_reach_a_third_party(kv_cache_config: Any) -> None:
     from tests.glue.own_scheduler import Small
 
     choice = with_choice("tests.glue.managers:WithSettings", {"depth": 3})
-    scheduler = v0_17.SchedulerBuilder(Small)(vllm_config=choice, kv_cache_config=kv_cache_config)
+    scheduler = seams.SchedulerBuilder(Small)(vllm_config=choice, kv_cache_config=kv_cache_config)
     assert scheduler.kv_cache_manager.settings == {"depth": 3}
 
 
@@ -178,7 +178,7 @@ def test_an_instance_that_drifts_is_an_error(kv_cache_config: Any) -> None:
 
     choice = with_choice("tests.glue.managers:WithoutEmptyBlocks")
     with pytest.raises(ContractError, match="attribute empty_kv_cache_blocks is missing"):
-        v0_17.SchedulerBuilder(Small)(vllm_config=choice, kv_cache_config=kv_cache_config)
+        seams.SchedulerBuilder(Small)(vllm_config=choice, kv_cache_config=kv_cache_config)
 
 
 def test_an_engine_whose_hook_was_replaced_does_not_start(kv_cache_config: Any, upstream_manager: Any) -> None:
@@ -187,7 +187,7 @@ def test_an_engine_whose_hook_was_replaced_does_not_start(kv_cache_config: Any, 
 
     def start(choice: Any, manager: Any) -> None:
         # vLLM's __init__ is over by then; the engine is as another plugin left it.
-        v0_17._around_engine_core_init(lambda engine: None, fake_engine_core(choice, manager, kv_cache_config))
+        seams._around_engine_core_init(lambda engine: None, fake_engine_core(choice, manager, kv_cache_config))
 
     start(with_choice("kvplug"), ours)
     start(with_choice(None), upstream)
@@ -198,10 +198,10 @@ def test_an_engine_whose_hook_was_replaced_does_not_start(kv_cache_config: Any, 
 def test_activation_hooks_the_engine_once() -> None:
     from vllm.v1.engine.core import EngineCore
 
-    v0_17.activate()
+    seams.activate()
     hooked = EngineCore.__init__
     assert is_hooked(EngineCore, "__init__")
-    v0_17.activate()
+    seams.activate()
     assert EngineCore.__init__ is hooked
     assert EngineCore.kvplug_report is report.of_engine_core
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 from tests.lockstep.compare import Both, Raised
+from tests.lockstep.deviations import HAS_GATE
 from tests.lockstep.oracle import longest_hit
 from tests.lockstep.progress import Progress
 from tests.lockstep.trace import NO_ANSWER, SHARED_EMPTY
@@ -179,6 +180,17 @@ class Admissions(Progress):
             blocks = self._no_hits(no_hits_as)
         # The encoder's tokens come with the first step that computes something.
         num_encoder_tokens = 0 if twin.has_encoder or is_later else twin.num_encoder_tokens
+        if HAS_GATE:
+            # Its answer is compared; the request goes on whatever it is.
+            fits = self.pair.call(
+                "can_fit_full_sequence",
+                twin,
+                num_new_computed_tokens=num_hit_tokens,
+                new_computed_blocks=blocks,
+                num_external_computed_tokens=num_external_tokens,
+                num_encoder_tokens=num_encoder_tokens,
+            )
+            self.counts["full sequences that do not fit"] += fits.upstream is False
         answers = self.pair.call(
             "allocate_slots",
             twin,

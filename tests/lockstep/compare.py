@@ -74,7 +74,11 @@ def build_managers(setup: Setup) -> Both:
     return Both(build(UpstreamManager, unequal=deviations.has_equal_specs(setup)), build(OurManager, unequal=False))
 
 
-_TAKING = ("take_events", "make_prefix_cache_stats", "take_new_block_ids")
+_TAKING = [
+    name
+    for name in ("take_events", "make_prefix_cache_stats", "take_new_block_ids")
+    if hasattr(UpstreamManager, name)  # not each version has each
+]
 
 
 class Pair:
@@ -180,6 +184,8 @@ class Pair:
             num_present_tokens += kwargs.get("num_new_computed_tokens", 0)
             num_present_tokens = min(num_present_tokens, self.setup.max_model_len)
             self._mends.drafting.step_starts(request, num_present_tokens, args[1])
+        elif name == "can_fit_full_sequence":
+            self._mends.positions.has_deferred = False
 
     def _after(self, name: str, args: tuple[Any, ...], answers: Both) -> None:
         if name == "allocate_slots":
@@ -188,6 +194,8 @@ class Pair:
                 self._mends.stats.admitted(args[0].upstream)
         elif name == "free":
             self._mends.request_goes(args[0].request_id)
+        elif name == "can_fit_full_sequence":
+            answers.upstream = self._fits(args[0].request_id, answers.upstream)
         elif name == "take_new_block_ids":
             answers.upstream = self._named_once(answers.upstream)
         elif name == "make_prefix_cache_stats":
@@ -196,6 +204,14 @@ class Pair:
             request = args[0].upstream
             if self.setup.enable_caching and not request.skip_reading_prefix_cache:
                 self._judge_lookup(request, answers)
+
+    def _fits(self, request_id: str, fits: Any) -> Any:
+        if fits is not False or self._mends.positions.has_deferred:
+            return fits
+        if not deviations.waits_alone(self.state["tables"], request_id):
+            return False
+        self._mends.triggers.note("F18")
+        return True
 
     def _named_once(self, block_ids: list[int]) -> list[int]:
         if not deviations.is_named_again(block_ids):

@@ -10,8 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+
 from tests.lockstep.mixes import WINDOW_KINDS
 from tests.lockstep.trace import Setup
+from vllm_kvplug.vllm_glue.version import is_since
+
+# Whether this version's scheduler asks if all of a request fits before it is admitted; and for blocks to zero.
+HAS_GATE = hasattr(KVCacheManager, "can_fit_full_sequence")
+NAMES_NEW_BLOCKS = hasattr(KVCacheManager, "take_new_block_ids")
+# Whether it has every image's place in its key, and keys a block right.
+PLACES_IMAGES = is_since("0.19.0")
 
 # Id (of faults.md; U: found by lockstep) -> what triggers it.
 TRIGGERS = {
@@ -29,6 +38,22 @@ TRIGGERS = {
     "F15": "evict_blocks names a block that a request holds; what that request does afterwards",
     "D1": "full groups of two specs beside another: upstream leaves the second's hit longer than the answer",
 }
+if HAS_GATE:
+    TRIGGERS["F18"] = "can_fit_full_sequence refuses a request for which nobody's end makes room"
+if PLACES_IMAGES:
+    del TRIGGERS["F4"]  # mended there, as far as events of this traffic go
+if not NAMES_NEW_BLOCKS:
+    del TRIGGERS["F14"]
+
+
+def defers(group: Any, hits: Sequence[Any]) -> bool:
+    """Whether a Mamba group waits for the next step, since its hit was cached in this one: no deviation."""
+    return bool(hits) and hits[-1].block_hash in group.cached_blocks_this_step
+
+
+def waits_alone(tables: Sequence[dict[str, Sequence[int]]], request_id: str) -> bool:
+    """F18: no other request holds a block. `tables[group][request id]`: block ids, 0 is the null block."""
+    return not any(any(row) for group in tables for holder, row in group.items() if holder != request_id)
 
 
 def pops_a_later_groups_hit(

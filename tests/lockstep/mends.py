@@ -23,6 +23,7 @@ class Mends:
     Attributes:
         triggers: what the present call triggered.
         drafting, stats: are told of each call.
+        positions: says whether a group deferred.
     """
 
     def __init__(self, setup: Setup, manager: Any, counts: Counter[str]) -> None:
@@ -30,7 +31,7 @@ class Mends:
         self.stats = AdmittedStats(setup, self.triggers)
         self.drafting = DraftsInFlight(setup, manager, self.triggers)
         HitsPoppedAsNew(manager, self.triggers)
-        FewerPositions(manager, self.triggers, counts)
+        self.positions = FewerPositions(manager, self.triggers, counts)
         SinksInUse(setup, manager, self.triggers)
         CopiesRemain(manager, self.triggers)
         HashedKeys(manager, self.triggers)
@@ -144,6 +145,7 @@ class FewerPositions:
     def __init__(self, manager: Any, triggers: Triggers, counts: Counter[str]) -> None:
         self._triggers = triggers
         self._counts = counts
+        self.has_deferred = False
         for group in manager.coordinator.single_type_managers:
             if isinstance(group, MambaManager):
                 wrap(group, "get_num_blocks_to_allocate", self._counting(group))
@@ -162,6 +164,7 @@ class FewerPositions:
                 request_id, num_tokens, new_computed_blocks, total_computed_tokens, num_tokens_main_model
             )
             self._counts["mamba: defers"] += num_blocks > group.block_pool.num_gpu_blocks
+            self.has_deferred |= deviations.defers(group, new_computed_blocks)
             is_triggered = deviations.wants_fewer_positions(group, request_id, num_tokens_main_model)
             return 0 if is_triggered else num_blocks
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tests.lockstep.compare import Mismatch
-from tests.lockstep.deviations import TRIGGERS
+from tests.lockstep.deviations import HAS_GATE, TRIGGERS
 from tests.lockstep.driver import Driver
 from tests.lockstep.structures import STRUCTURES
 from tests.lockstep.trace import Op, Setup, draw_trace
@@ -49,6 +49,7 @@ TRAFFIC = (
     "requests that skip reading",
     "requests that reached max_model_len",
     "refused misuses",
+    *(("full sequences that do not fit",) if HAS_GATE else ()),
 )
 GROUPS = (
     "sliding: blocks left behind",

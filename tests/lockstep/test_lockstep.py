@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from itertools import zip_longest
 
 import pytest
@@ -18,7 +19,11 @@ from tests.lockstep.structures import STRUCTURES
 from tests.lockstep.trace import draw_trace
 
 
-def test_both_managers_agree(request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_managers_agree(
+    request: pytest.FixtureRequest,
+    capsys: pytest.CaptureFixture[str],
+    record_property: Callable[[str, object], None],
+) -> None:
     first_seed, num_seeds, num_ops = (option(request.config, name) for name in ("first-seed", "seeds", "steps"))
     counts: Counter[str] = Counter()
     start_s = time.monotonic()
@@ -29,6 +34,9 @@ def test_both_managers_agree(request: pytest.FixtureRequest, capsys: pytest.Capt
     title = f"Lockstep: {num_seeds} seeds from {first_seed}, {num_ops} steps each, {time.monotonic() - start_s:.0f} s"
     with capsys.disabled():
         _print_summary(title, counts)
+    # For `make matrix`, by pytest's --junit-xml.
+    record_property("calls", counts["calls"])
+    record_property("calls_as_upstream", counts["calls compared with upstream as it is"])
     never_happened = [name for name in MUST_HAPPEN if not counts[name]]
     # A single seed, repeated by hand, need not see everything.
     assert not never_happened or num_seeds < 1000, f"the traffic never had: {', '.join(never_happened)}"

@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_kvplug.vllm_glue.choice import ManagerChoice
-from vllm_kvplug.vllm_glue.v0_17 import SchedulerBuilder
+from vllm_kvplug.vllm_glue.seams import SchedulerBuilder
 
 
 @dataclass(frozen=True)

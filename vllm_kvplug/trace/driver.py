@@ -40,6 +40,7 @@ from vllm_kvplug.trace.stand_in import StandIn
 LEFT_OUT = "left out: refused before, and not admitted again yet"
 AHEAD = "ahead: its own prefix hits or slots reach further"
 FOREIGN_BLOCKS = "block ids of another manager"
+UNKNOWN_CALL = "no call of this manager's vLLM"
 
 
 class Outcome(msgspec.Struct, gc=False):
@@ -82,6 +83,7 @@ class ManagerDriver:
         self._duration_ns = 0
         self._handlers: dict[str, Callable[[Operation], Outcome]] = {
             "get_computed_blocks": self._look_up,
+            "can_fit_full_sequence": self._can_fit,
             "allocate_slots": self._allocate,
             "cache_blocks": self._cache_blocks,
             "free": self._free,
@@ -94,7 +96,9 @@ class ManagerDriver:
         self._duration_ns = 0
         handler = self._handlers.get(operation.method)
         try:
-            if handler is not None:
+            if not hasattr(self.manager, operation.method):
+                outcome = Outcome(skipped=UNKNOWN_CALL)
+            elif handler is not None:
                 outcome = handler(operation)
             else:
                 outcome = Outcome(answer_of(operation.method, self._call(operation.method)))
@@ -149,6 +153,22 @@ class ManagerDriver:
         seat.is_left_out, seat.is_known = False, True
         seat.lookup = result = self._call("get_computed_blocks", seat.stand_in)
         return Outcome(answer_of("get_computed_blocks", result))
+
+    def _can_fit(self, operation: Operation) -> Outcome:
+        seat, arguments = self._seat(operation), operation.arguments
+        if seat.is_left_out:
+            return Outcome(skipped=LEFT_OUT)
+        blocks, num_hit_tokens = self._own_hits(seat, arguments)
+        result = self._call(
+            "can_fit_full_sequence",
+            seat.stand_in,
+            num_new_computed_tokens=num_hit_tokens,
+            new_computed_blocks=blocks,
+            num_external_computed_tokens=arguments.get("num_external_computed_tokens", 0),
+            num_encoder_tokens=arguments.get("num_encoder_tokens", 0),
+        )
+        is_adjusted = num_hit_tokens != arguments.get("num_new_computed_tokens", 0)
+        return Outcome(answer_of("can_fit_full_sequence", result), is_adjusted=is_adjusted)
 
     # Slots
 

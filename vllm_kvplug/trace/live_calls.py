@@ -49,6 +49,13 @@ def _allocate_slots(
     return arguments
 
 
+def _can_fit_full_sequence(**keywords: Any) -> dict[str, Any]:
+    """As `allocate_slots`, without a step."""
+    arguments = _allocate_slots(0, **keywords)
+    del arguments["num_new_tokens"]
+    return arguments
+
+
 def _cache_blocks(num_computed_tokens: int) -> dict[str, Any]:
     return {"num_computed_tokens": num_computed_tokens}
 
@@ -66,6 +73,7 @@ def _no_arguments() -> dict[str, Any]:
 
 
 _ARGUMENTS: dict[str, Callable[..., dict[str, Any]]] = {
+    "can_fit_full_sequence": _can_fit_full_sequence,
     "allocate_slots": _allocate_slots,
     "cache_blocks": _cache_blocks,
     "remove_skipped_blocks": _remove_skipped_blocks,
@@ -107,8 +115,8 @@ class LiveCalls:
                 kwargs = dict(kwargs)
                 request, rest = kwargs.pop("request"), ()
             state = self._state(request)
-            if method == "allocate_slots":
-                arguments = _allocate_slots(*rest, **kwargs)
+            if method in ("allocate_slots", "can_fit_full_sequence"):
+                arguments = _ARGUMENTS[method](*rest, **kwargs)
                 if "hits" in arguments:
                     arguments["hits"] = self._name_of_hits(state.number, arguments["hits"])
             elif method == "cache_blocks":

@@ -14,8 +14,10 @@ from typing import Any
 import msgspec
 
 # Methods that are called with a request, and with a request's id.
-REQUEST_METHODS = ("get_computed_blocks", "allocate_slots", "cache_blocks", "free")
+REQUEST_METHODS = ("get_computed_blocks", "can_fit_full_sequence", "allocate_slots", "cache_blocks", "free")
 REQUEST_ID_METHODS = ("get_blocks", "get_block_ids", "get_num_common_prefix_blocks", "remove_skipped_blocks")
+# Calls that not every supported vLLM's scheduler makes: a manager need not have them.
+VERSIONS_METHODS = ("can_fit_full_sequence", "take_new_block_ids")
 METHODS = (
     "new_step_starts",
     *REQUEST_METHODS,
@@ -29,7 +31,7 @@ METHODS = (
 # The number of a request that was never seen, or has ended.
 UNKNOWN_REQUEST = -1
 
-# How `allocate_slots` was given its new_computed_blocks.
+# How `allocate_slots` and `can_fit_full_sequence` were given their new_computed_blocks.
 HITS_ABSENT = "absent"  # None, or left out
 HITS_EMPTY = "empty"  # the manager's empty_kv_cache_blocks
 HITS_LOOKUP = "lookup"  # the answer of the request's last lookup
@@ -73,7 +75,7 @@ class Answer(msgspec.Struct, omit_defaults=True, gc=False):
         numbers: the list of ints of `get_num_common_prefix_blocks` and `take_new_block_ids`.
         counts: of `take_events`, by event type, the block hashes that they name (or the events, where they name none);
             of `make_prefix_cache_stats` the numbers by name.
-        done: of `reset_prefix_cache`.
+        done: of `reset_prefix_cache`, and whether `can_fit_full_sequence`.
         error: the type's name of the exception that came instead of an answer.
     """
 
@@ -93,9 +95,10 @@ class Operation(msgspec.Struct, gc=False):
         method: one of `METHODS`.
         arguments: plain values by name, those that differ from the method's defaults only. `allocate_slots`:
             num_new_tokens, num_new_computed_tokens, hits (one of HITS_*; absent if left out), num_lookahead_tokens,
-            num_external_computed_tokens, delay_cache_blocks, num_encoder_tokens. `cache_blocks`: num_computed_tokens.
-            `remove_skipped_blocks`: total_computed_tokens. `evict_blocks`: block_ids. `free`: is_finished, whether the
-            request has ended and is not just preempted.
+            num_external_computed_tokens, delay_cache_blocks, num_encoder_tokens. `can_fit_full_sequence`:
+            num_new_computed_tokens, hits, num_external_computed_tokens, num_encoder_tokens. `cache_blocks`:
+            num_computed_tokens. `remove_skipped_blocks`: total_computed_tokens. `evict_blocks`: block_ids. `free`:
+            is_finished, whether the request has ended and is not just preempted.
         request: its state, for REQUEST_METHODS.
         request_number: for REQUEST_METHODS and REQUEST_ID_METHODS.
         answer: what the manager answered.
@@ -156,6 +159,7 @@ _ANSWERS: dict[str, Callable[[Any], Answer]] = {
     "take_events": _event_counts,
     "make_prefix_cache_stats": _stats_counts,
     "reset_prefix_cache": lambda result: Answer(done=bool(result)),
+    "can_fit_full_sequence": lambda result: Answer(done=bool(result)),
 }
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from vllm_kvplug.errors import TraceError
 from vllm_kvplug.trace.live_calls import LiveCalls, repeatable
-from vllm_kvplug.trace.operations import METHODS, Operation
+from vllm_kvplug.trace.operations import METHODS, VERSIONS_METHODS, Operation
 from vllm_kvplug.trace.writer import TraceWriter
 
 _logger = logging.getLogger("vllm.kvplug.trace")
@@ -43,6 +43,8 @@ class Recorder:
         self._before: dict[str, Any] = {}
         try:
             for name in METHODS:
+                if name in VERSIONS_METHODS and not hasattr(manager, name):
+                    continue
                 if name in vars(manager):
                     self._before[name] = vars(manager)[name]
                 setattr(manager, name, self._recorded(name, self._inner(manager, name)))

@@ -39,10 +39,10 @@ class CommandLineChoice(ManagerChoice):
 
 def restore(name: str, config: dict[str, Any]) -> ManagerChoice:
     """Rebuild a pickled choice: hooks first, then the choice is in force for the engines of this process."""
-    from vllm_kvplug.vllm_glue import install, v0_17
+    from vllm_kvplug.vllm_glue import install, seams
 
     install.install()
-    v0_17.activate()
+    seams.activate()
     return ManagerChoice(name=name, config=config)
 
 

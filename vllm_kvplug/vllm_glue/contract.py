@@ -1,7 +1,7 @@
-"""The contract that vLLM 0.17.1's scheduler has with its manager, and the check of a class against it.
+"""The contract that the running vLLM's scheduler has with its manager, and the check of a class against it.
 
-The tables are read off `vllm/v1/core/sched/scheduler.py` and `async_scheduler.py`; tests/glue/test_contract.py reads
-the installed files again and says what drifted.
+The tables are read off `vllm/v1/core/sched/scheduler.py` and `async_scheduler.py` of the supported versions; `drift.py`
+reads the installed files again when a manager is chosen, and says what differs.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from vllm_kvplug.errors import ContractError
+from vllm_kvplug.vllm_glue.version import is_since
 
 # What the scheduler's module calls the class that it constructs, by keyword only.
 CLASS_NAME = "KVCacheManager"
@@ -62,7 +63,6 @@ CALLS: dict[str, tuple[Call, ...]] = {
     "get_blocks": (Call(1),),
     "get_block_ids": (Call(1),),
     "get_num_common_prefix_blocks": (Call(1),),
-    "take_new_block_ids": (Call(0),),
     "take_events": (Call(0),),
     "free": (Call(1),),
     "remove_skipped_blocks": (Call(0, ("request_id", "total_computed_tokens")),),
@@ -71,15 +71,33 @@ CALLS: dict[str, tuple[Call, ...]] = {
     "reset_prefix_cache": (Call(0),),
     "make_prefix_cache_stats": (Call(0),),
 }
+if is_since("0.17.1"):
+    CALLS["take_new_block_ids"] = (Call(0),)
+if is_since("0.19.0"):
+    CALLS["can_fit_full_sequence"] = (
+        Call(
+            1,
+            (
+                "num_new_computed_tokens",
+                "new_computed_blocks",
+                "num_external_computed_tokens",
+                "num_encoder_tokens",
+            ),
+        ),
+    )
 # By position: tokens of each hash, hash function.
 HASHER_CALL = Call(2)
 # Read from the instance; `empty_kv_cache_blocks` is what a connector's request starts from.
 ATTRIBUTES = ("usage", "empty_kv_cache_blocks")
+# Read for connectors that ask for it alone, so a manager need not have it.
+CONNECTOR_ATTRIBUTES = ("block_pool",) if is_since("0.19.0") else ()
 RESULT_CALLS: dict[str, tuple[Call, ...]] = {
     "get_block_ids": (Call(0), Call(0, ("allow_none",))),
     "get_unhashed_block_ids": (Call(0),),
     "new_empty": (Call(0),),
 }
+if is_since("0.18.0"):
+    RESULT_CALLS["get_unhashed_block_ids_all_groups"] = (Call(0),)
 RESULT_ATTRIBUTES = ("blocks",)
 
 

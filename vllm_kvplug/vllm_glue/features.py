@@ -12,10 +12,17 @@ from typing import Any
 from vllm_kvplug.errors import UnsupportedError
 
 _WITHOUT_CACHING = "--no-enable-prefix-caching"
+# From 0.19.0 on: it takes the manager's pool and walks the linked list of its free blocks, which kvplug has not.
+_POOL_CONNECTOR = "SimpleCPUOffloadConnector"
 
 
 def refuse_unsupported(vllm_config: Any) -> None:
     """Raise an UnsupportedError for the first feature of the configuration that kvplug does not serve."""
+    if _POOL_CONNECTOR in _connectors(vllm_config):
+        raise UnsupportedError(
+            f"kvplug does not support {_POOL_CONNECTOR} (--kv-transfer-config), which works on vLLM's own pool of "
+            "blocks; works instead: OffloadingConnector"
+        )
     if vllm_config.model_config is None or not vllm_config.cache_config.enable_prefix_caching:
         return
     for feature, found_at, works_instead in _unsupported_with_prefix_caching(vllm_config):
@@ -36,6 +43,15 @@ def _unsupported_with_prefix_caching(vllm_config: Any) -> Iterator[tuple[str, st
         if size > 1 and (layers := _layers_of_other_kinds(vllm_config)):
             flag = f"--{kind}-context-parallel-size"
             yield f"{kind} context parallelism over {layers}", f"{found_at}, {flag} {size}", f"{flag} 1"
+
+
+def _connectors(vllm_config: Any) -> Iterator[str | None]:
+    """The connectors that are asked for, those of a MultiConnector as well."""
+    config = getattr(vllm_config, "kv_transfer_config", None)
+    if config is not None:
+        yield config.kv_connector
+        for one in (config.kv_connector_extra_config or {}).get("connectors", ()):
+            yield one.get("kv_connector")
 
 
 def _layers_of_other_kinds(vllm_config: Any) -> str | None:

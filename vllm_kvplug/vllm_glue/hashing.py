@@ -14,10 +14,15 @@ from vllm.v1.core import kv_cache_utils
 
 from vllm_kvplug.errors import CallError
 from vllm_kvplug.hashing import ExtraKeys, HashFunction, Key, block_hasher, needs_extra_keys
+from vllm_kvplug.vllm_glue.version import is_since
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import BlockHash
     from vllm.v1.request import Request
+
+
+# From 0.19.0 on vLLM has every image's place in its key.
+_PLACES_IMAGES = is_since("0.19.0")
 
 
 def get_request_block_hasher(block_size: int, caching_hash_fn: HashFunction) -> Callable[[Request], list[BlockHash]]:
@@ -32,14 +37,14 @@ def get_request_block_hasher(block_size: int, caching_hash_fn: HashFunction) -> 
     """
     if block_size < 1:
         raise CallError(f"block_size: expected at least 1 token, found {block_size}")
-    return block_hasher(block_size, caching_hash_fn, _first_parent, _embeds_digest)
+    return block_hasher(block_size, caching_hash_fn, _first_parent, _embeds_digest, places_images=_PLACES_IMAGES)
 
 
 def extra_keys_of(request: Request, start_token: int, end_token: int) -> Key:
     """What is hashed besides the tokens `start_token` to `end_token` of one block; None: nothing."""
     if not needs_extra_keys(request):
         return None
-    return ExtraKeys(request, _embeds_digest).of_block(start_token, end_token)
+    return _extra_keys(request).of_block(start_token, end_token)
 
 
 def extra_keys_of_blocks(
@@ -53,11 +58,15 @@ def extra_keys_of_blocks(
     """
     if not needs_extra_keys(request):
         return [None for _ in positions]
-    keys = ExtraKeys(request, _embeds_digest)
+    keys = _extra_keys(request)
     starts = (position * num_tokens_per_block for position in positions)
     if num_tokens_per_hash in (None, num_tokens_per_block):
         return [keys.of_block(start, start + num_tokens_per_block) for start in starts]
     return [keys.of_blocks_joined(start, start + num_tokens_per_block, num_tokens_per_hash) for start in starts]
+
+
+def _extra_keys(request: Request) -> ExtraKeys:
+    return ExtraKeys(request, _embeds_digest, places_images=_PLACES_IMAGES)
 
 
 def _first_parent() -> bytes:

@@ -1,6 +1,6 @@
 """The entry hooks: offer the option and carry the choice. They change nothing until a manager is chosen.
 
-Everything else (`v0_17.activate`) is put in place by a choice, in the processes that it reaches.
+Everything else (`seams.activate`) is put in place by a choice, in the processes that it reaches.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _around_create_engine_config(original: Callable[..., Any], engine_args: Any,
     vllm_config = original(engine_args, *args, **kwargs)
     if choice is None:
         return vllm_config
-    from vllm_kvplug.vllm_glue import features, options, registry, v0_17
+    from vllm_kvplug.vllm_glue import features, options, registry, seams
 
     if registry.involves_kvplug(choice["name"], choice["config"]):
         try:
@@ -107,5 +107,5 @@ def _around_create_engine_config(original: Callable[..., Any], engine_args: Any,
             raise
     if patched_tree.is_there():
         vllm_config.cache_config.kv_cache_manager = patched_tree.CarriedName(choice["name"])
-    v0_17.activate()
+    seams.activate()
     return vllm_config

@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any
 
 MODULE = "vllm.v1.core.kv_cache_manager_factory"
+# Of the registry's file, below the package's folder.
 NAME_FIELD = "kv_cache_manager"
 CONFIG_FIELD = "kv_cache_manager_config"
 
@@ -33,10 +34,11 @@ def is_there() -> bool:
     """
     spec = importlib.util.find_spec("vllm")
     folders = (spec.submodule_search_locations if spec is not None else None) or ()
-    return any(_is_patched(Path(folder)) for folder in folders)
+    return any(is_patched(Path(folder)) for folder in folders)
 
 
-def _is_patched(folder: Path) -> bool:
+def is_patched(folder: Path) -> bool:
+    """The same of a vLLM whose package is `folder`."""
     core = folder / "v1" / "core"
     name = MODULE.rpartition(".")[2]
     scheduler = core / "sched" / "scheduler.py"
@@ -57,10 +59,10 @@ class CarriedName(str):
 
 def restore(name: str) -> CarriedName:
     """Rebuild a pickled name: hooks first, then the choice is in force for the engines of this process."""
-    from vllm_kvplug.vllm_glue import install, v0_17
+    from vllm_kvplug.vllm_glue import install, seams
 
     install.install()
-    v0_17.activate()
+    seams.activate()
     return CarriedName(name)
 
 

