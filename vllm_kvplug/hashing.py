@@ -108,9 +108,12 @@ class _Images(NamedTuple):
     @classmethod
     def of(cls, features: Iterable[Any], places_images: bool) -> _Images:
         ordered = sorted(features, key=lambda feature: feature.mm_position.offset)
-        # An empty placeholder belongs to the block at whose token it stands.
+        # An empty placeholder belongs to the block at whose token it stands; with places to none, at a block's first.
+        min_length = 0 if places_images else 1
         starts = [feature.mm_position.offset for feature in ordered]
-        ends = [start + max(1, feature.mm_position.length) for start, feature in zip(starts, ordered, strict=True)]
+        ends = [
+            start + max(min_length, feature.mm_position.length) for start, feature in zip(starts, ordered, strict=True)
+        ]
         first_of: dict[Any, Any] = {}
         second_start: dict[Any, float] = {}
         for start, feature in zip(starts, ordered, strict=True):

@@ -28,6 +28,7 @@ from tests.conformance.offline_hub import hub_folder
 from tests.conformance.sdist import VLLM_VERSION, SuiteError, suite_folder
 from tests.conformance.verdict import Results
 from tests.processors import ONE_THREAD, num_cpus
+from vllm_kvplug.cli.server_process import free_port
 
 OURS = "vllm_kvplug.vllm_glue.upstream_views"
 PLUGIN_FOLDER = Path(__file__).parent / "plugin"
@@ -149,7 +150,8 @@ def environment_of(hub: Path, report: Path, module: str | None) -> dict[str, str
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONPATH": str(PLUGIN_FOLDER),
         "KVPLUG_SWAP_REPORT": str(report),
-        # The sides run at once, and each has its own temporary files: upstream's tests share some by name.
+        # The sides run at once, each with its own temporary files and port: upstream's tests share some by name.
+        "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
         **ONE_THREAD,
     }
     if module is not None:

@@ -16,6 +16,7 @@ from tests.glue.support import ENGINE_ARGS, IS_PATCHED, model_folder, seams_only
 from tests.glue.test_features import MIXED
 from vllm_kvplug.errors import SettingsError, UnsupportedError
 from vllm_kvplug.vllm_glue.choice import CommandLineChoice, ManagerChoice, chosen
+from vllm_kvplug.vllm_glue.version import is_since
 
 LRU = {"name": "kvplug", "config": {"eviction": "lru"}}
 OPTIONS = ["--kv-cache-manager", "kvplug", "--kv-cache-manager-config", '{"eviction": "lru"}']
@@ -115,13 +116,15 @@ def test_the_benchmarks_way_keeps_the_choice(
 
     from vllm_kvplug.vllm_glue.seams import SchedulerBuilder
 
+    taken_apart = vars if is_since("0.19.0") else dataclasses.asdict  # by LLM.from_engine_args from 0.19 on
+
     def stop(engine_args: Any, **_: Any) -> None:
         raise Stopped(engine_args)
 
     namespace = cli_parser.parse_args(["bench", command, "--model", tiny_model, *OPTIONS])
     monkeypatch.setattr(LLMEngine, "from_engine_args", stop)
     with pytest.raises(Stopped) as stopped:
-        LLM(**dataclasses.asdict(EngineArgs.from_cli_args(namespace)) | ENGINE_ARGS)
+        LLM(**taken_apart(EngineArgs.from_cli_args(namespace)) | ENGINE_ARGS)
     vllm_config = stopped.value.args[0].create_engine_config()
     assert chosen(vllm_config) == LRU
     assert isinstance(vllm_config.scheduler_config.get_scheduler_cls(), SchedulerBuilder) != IS_PATCHED

@@ -22,6 +22,7 @@ from vllm_kvplug.trace.reader import TraceReader
 from vllm_kvplug.vllm_glue import contract, recording, registry
 from vllm_kvplug.vllm_glue import replay as glue_replay
 from vllm_kvplug.vllm_glue.choice import ManagerChoice, chosen, settle
+from vllm_kvplug.vllm_glue.version import vllm_version
 
 GROUPS = [
     GroupSetup("full", 16),
@@ -109,7 +110,7 @@ def test_every_manager_can_be_recorded(make_config: Any, kv_cache_config: Any, p
     assert header.kv_cache_config["groups"][0]["spec"] == "FullAttentionSpec"
     assert header.constructor["hash_block_size"] == 16
     assert header.constructor["log_stats"] is True
-    assert header.versions["vllm"] == "0.17.1"
+    assert header.versions["vllm"] == vllm_version()
 
 
 @pytest.mark.parametrize("name", ["kvplug", "tests.glue.managers:Plain"])

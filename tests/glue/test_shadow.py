@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.glue.shadow_runs import Run, run
-from tests.scheduler.cases import Case
+from tests.scheduler.cases import HAS_FULL_PROMPT_RESERVATION, Case
 from vllm_kvplug.cli.main import main
 from vllm_kvplug.errors import ContractError, SettingsError
 from vllm_kvplug.trace.reader import TraceReader
@@ -31,6 +31,8 @@ CASES = [
     Case("full and Mamba align", ("full", "mamba:align"), num_blocks=60),
     Case("a connector", loads="any", num_blocks=52),
 ]
+if HAS_FULL_PROMPT_RESERVATION:
+    CASES.append(Case("full prompts reserved", num_blocks=44, reserves_full_prompts=True))
 SIDES = [("upstream", "kvplug"), ("kvplug", "upstream")]
 
 
@@ -167,13 +169,20 @@ METHODS = [
 ]
 
 
+# What asks for a method that a plain scheduler does not ask for.
+CASES_OF_METHODS = {
+    "cache_blocks": Case("asynchronous", is_async=True, num_in_flight=2, num_blocks=44),
+    "can_fit_full_sequence": Case("full prompts reserved", num_blocks=44, reserves_full_prompts=True),
+}
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_an_exception_of_the_follower_stops_the_comparing_alone(
     method: str,
     base_config: Any,
     kvplug_log: list[str],
 ) -> None:
-    case = CASES[3] if method == "cache_blocks" else TIGHT  # asynchronous schedulers alone call it
+    case = CASES_OF_METHODS.get(method, TIGHT)
     alone = run(case, base_config, "upstream", {}, seed=5)
     after = 0 if method == "reset_prefix_cache" else 10
     done = run(case, base_config, "shadow", faulty("raises", method, after=after), seed=5)

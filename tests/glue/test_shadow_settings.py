@@ -14,7 +14,7 @@ from prometheus_client import REGISTRY
 from tests.core import pools
 from tests.glue.shadow_runs import construct, run
 from tests.glue.support import fake_engine_core, with_choice
-from tests.scheduler.cases import Case
+from tests.scheduler.cases import HAS_FULL_PROMPT_RESERVATION, Case
 from vllm_kvplug.errors import SettingsError, UnsupportedError
 from vllm_kvplug.vllm_glue import contract, metrics, registry, report, seams
 from vllm_kvplug.vllm_glue.shadow import ShadowManager
@@ -144,6 +144,15 @@ def test_a_request_that_outgrows_the_pool_ends_and_the_follower_keeps_up(base_co
     alone = run(case, base_config, "kvplug", {}, seed=5)
     assert done.answers == alone.answers
     assert done.report["num_requests_diverged"] == 0
+
+
+@pytest.mark.skipif(not HAS_FULL_PROMPT_RESERVATION, reason="from vLLM 0.19 on")
+def test_a_request_that_vllm_would_not_admit_alone_is_the_only_difference(base_config: Any) -> None:
+    """F18 with full prompts reserved: kvplug lets in what is alone, and ends it when it outgrows the pool."""
+    case = Case("tiny", num_blocks=20, reserves_full_prompts=True)
+    done = run(case, base_config, "shadow", {"serving": "kvplug", "follower": "upstream"}, seed=5)
+    assert done.side.counts.failed_requests > 0
+    assert {row[0] for row in done.report["diverged_requests"]} == {"can_fit_full_sequence"}
 
 
 def test_the_engine_tells_both_sides(base_config: Any, kvplug_log: list[str]) -> None:

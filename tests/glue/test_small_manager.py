@@ -10,7 +10,7 @@ import pytest
 
 from tests.glue.shadow_runs import run
 from tests.glue.support import ROOT
-from tests.scheduler.cases import Case
+from tests.scheduler.cases import HAS_FULL_PROMPT_RESERVATION, Case
 from tests.scheduler.loops import answers_of
 from tests.scheduler.traffic import random_scripts
 from vllm_kvplug.cli.main import main
@@ -27,6 +27,8 @@ CASES = [
     Case("without prefix caching", enable_caching=False, num_blocks=44),
     Case("a connector", loads="any", num_blocks=60),
 ]
+if HAS_FULL_PROMPT_RESERVATION:
+    CASES.append(Case("full prompts reserved", num_blocks=44, reserves_full_prompts=True))
 
 
 @pytest.fixture(autouse=True)

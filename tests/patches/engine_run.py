@@ -6,7 +6,6 @@ came out. A fork's own code would register the manager `toy`, docs/examples' sma
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import gc
 import json
@@ -26,7 +25,7 @@ def serve(model: str, options: list[str]) -> dict[str, Any]:
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     namespace = parser.parse_args([f"--model={model}", *ENGINE_OPTIONS, *options])
     try:
-        llm = LLM(**dataclasses.asdict(EngineArgs.from_cli_args(namespace)))
+        llm = LLM(**vars(EngineArgs.from_cli_args(namespace)))
     except ValueError as error:
         return {"refused": f"{type(error).__name__}: {error}"}
     params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, detokenize=False)

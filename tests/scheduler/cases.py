@@ -27,6 +27,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from vllm_kvplug.vllm_glue.choice import ManagerChoice
 from vllm_kvplug.vllm_glue.seams import SchedulerBuilder
+from vllm_kvplug.vllm_glue.version import is_since
+
+HAS_FULL_PROMPT_RESERVATION = is_since("0.19.0")
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,8 @@ class Case:
         loads: None, `any` (some requests have external tokens; some wait for them) or `within` (all in their step).
         loads_fail: whether some of those tokens do not come.
         failure_policy: what vLLM does with requests whose external tokens failed to load.
+        reserves_full_prompts: a request waits until all its tokens have room, which vLLM does by default from 0.19 on
+            (before, it cannot): then there are few preemptions.
     """
 
     name: str
@@ -62,6 +67,7 @@ class Case:
     loads: str | None = None
     loads_fail: bool = False
     failure_policy: str = "recompute"
+    reserves_full_prompts: bool = False
 
     def kv_cache_config(self) -> KVCacheConfig:
         """The groups as vLLM describes them."""
@@ -135,6 +141,8 @@ def _vllm_config(case: Case, base_config: Any) -> Any:
     scheduler_config.policy = case.policy
     scheduler_config.async_scheduling = case.is_async
     scheduler_config.disable_hybrid_kv_cache_manager = False
+    if HAS_FULL_PROMPT_RESERVATION:
+        scheduler_config.scheduler_reserve_full_isl = case.reserves_full_prompts
     cache_config = vllm_config.cache_config
     cache_config.block_size = case.num_tokens_per_block
     cache_config.num_gpu_blocks = case.num_blocks

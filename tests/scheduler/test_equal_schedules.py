@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 
-from tests.scheduler.cases import Case
+from tests.scheduler.cases import HAS_FULL_PROMPT_RESERVATION, Case
 from tests.scheduler.loops import Counts, Pair, answers_of
 from tests.scheduler.traffic import random_scripts
 
@@ -59,6 +60,12 @@ HYBRIDS = [
     ),
     Case("full, window and Mamba align", ("full", "window:17", "mamba:align"), num_blocks=100),
 ]
+RESERVING = [
+    Case("full prompts reserved", reserves_full_prompts=True, **TIGHT),
+    Case("full and window, full prompts reserved", ("full", "window:17"), num_blocks=90, reserves_full_prompts=True),
+    Case("full and Mamba align, full prompts reserved", ("full", "mamba:align"), reserves_full_prompts=True, **ROOMIER),
+    Case("asynchronous, eagle, full prompts reserved", drafts="eagle", reserves_full_prompts=True, **ASYNC, **ROOMIER),
+]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -68,6 +75,17 @@ def test_equal(base_config: Any, case: Case, seed: int) -> None:
     assert (counts.hit_tokens > 0) is case.enable_caching
     assert (counts.preemptions > 0) is (case.num_blocks < 400)
     assert (min(counts.accepted_drafts, counts.rejected_drafts) > 0) is (case.drafts is not None)
+
+
+@pytest.mark.skipif(not HAS_FULL_PROMPT_RESERVATION, reason="from vLLM 0.19 on")
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("case", RESERVING, ids=lambda case: case.name)
+def test_equal_with_full_prompts_reserved(base_config: Any, case: Case, seed: int) -> None:
+    """Each request that waits is asked for by `can_fit_full_sequence`, and some are refused."""
+    counts = run_pair(base_config, case, seed)
+    without = run_pair(base_config, dataclasses.replace(case, reserves_full_prompts=False), seed)
+    assert counts.hit_tokens > 0
+    assert counts.preemptions < without.preemptions
 
 
 def run_pair(base_config: Any, case: Case, seed: int, *, same_block_ids: bool = True) -> Counts:
