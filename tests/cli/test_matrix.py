@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.conformance.sdist import SDIST_SHA256
+from tests.matrix import __main__ as matrix
 from tests.matrix import environments, results
 from vllm_kvplug.vllm_glue.version import BASELINE, SUPPORTED_VLLM_VERSIONS
 
@@ -37,8 +38,28 @@ def test_the_table_has_a_row_for_each_version_and_says_what_was_not_run() -> Non
     }
     rows = {row.split(" | ")[0].strip("| "): row for row in results.table(found).splitlines()[2:]}
     assert tuple(rows) == SUPPORTED_VLLM_VERSIONS
-    assert rows[BASELINE] == f"| {BASELINE} | not run | not run | answers | 2026-01-02, abc |"
+    assert rows[BASELINE] == f"| {BASELINE} | not run | not run | not run | answers | not run | 2026-01-02, abc |"
     assert "| **fails**: exit status 1 |" in rows[LATEST]
+    assert rows["0.18.0"] == "| 0.18.0 | not run | not run | not run | not run | none |  |"  # no patch is for it
+
+
+def test_a_library_that_is_not_there_is_named_before_anything_is_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(environments.ctypes.util, "find_library", lambda name: None)
+    monkeypatch.setattr(environments, "make", lambda version: pytest.fail("an environment is made"))
+    with pytest.raises(SystemExit) as ended:
+        matrix.main(["--versions", f"{BASELINE} 0.18.1"])
+    assert ended.value.code == 2
+    assert "vLLM 0.18.1: expected libtcmalloc_minimal, found none; Debian: apt-get" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", ["--versions=0.17.1 0.16.0", "--steps=lockstep 0.16.0"])
+def test_an_unknown_name_is_refused(given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        matrix.main([given])
+    assert ended.value.code == 2
+    assert "found '0.16.0'" in capsys.readouterr().err
 
 
 def test_the_page_keeps_what_is_around_the_table(tmp_path: Path) -> None:

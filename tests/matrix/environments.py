@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes.util
 import importlib.util
+import os
 import re
 import shutil
 from pathlib import Path
@@ -26,6 +28,30 @@ def _project_environment() -> ModuleType:
 def python_of(version: str) -> Path:
     """The interpreter of this version's environment."""
     return FOLDER / version / "venv" / "bin" / "python"
+
+
+class MissingLibraryError(RuntimeError):
+    """A version needs a library that this machine does not have: one line that says which."""
+
+
+def variables(version: str) -> dict[str, str]:
+    """The environment variables of what runs in this version's environment.
+
+    0.18's CPU worker does not start unless two libraries are preloaded; the second one is the environment's own.
+
+    Raises:
+        MissingLibraryError: the first one is not there.
+    """
+    environ = dict(os.environ)
+    if version.startswith("0.18."):
+        allocator = ctypes.util.find_library("tcmalloc_minimal")
+        if allocator is None:
+            raise MissingLibraryError(
+                f"vLLM {version}: expected libtcmalloc_minimal, found none; "
+                "Debian: apt-get install libtcmalloc-minimal4"
+            )
+        environ["LD_PRELOAD"] = f"{allocator}:{FOLDER / version / 'venv' / 'lib' / 'libiomp5.so'}"
+    return environ
 
 
 def make(version: str) -> Path:

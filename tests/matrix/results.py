@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.matrix.environments import ROOT
+from tests.matrix.steps import STEPS
+from vllm_kvplug.vllm_glue.version import SUPPORTED_VLLM_VERSIONS
 
 JSON = ROOT / "docs" / "versions.json"
 PAGE = ROOT / "docs" / "versions.md"
 _BEGIN, _END = "<!-- made by make matrix -->", "<!-- end -->"
-NOT_RUN = "not run"
+NOT_RUN, NOT_THERE = "not run", "none"
 
 # A step's result: {"ok": bool, "told": what the cell says, "date": ..., "commit": ...}.
 Results = dict[str, dict[str, Any]]
@@ -51,16 +53,11 @@ def commit() -> str:
 
 def table(found: dict[str, Results], versions: tuple[str, ...] | None = None) -> str:
     """The table in Markdown: a row for each supported version, run or not."""
-    from vllm_kvplug.vllm_glue.version import SUPPORTED_VLLM_VERSIONS
-
-    steps = ("conformance", "lockstep", "serving")
-    lines = [
-        "| vLLM | upstream's own tests, passed of N | lockstep | a real server | date, commit |",
-        "|---|---|---|---|---|",
-    ]
+    titles = ["vLLM", *(step.title for step in STEPS.values()), "date, commit"]
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for version in versions or SUPPORTED_VLLM_VERSIONS:
         results = found.get(version, {})
-        cells = [_cell(results.get(step)) for step in steps]
+        cells = [_cell(results.get(name)) if step.is_for(version) else NOT_THERE for name, step in STEPS.items()]
         runs = dict.fromkeys(f"{result['date']}, {result['commit']}" for result in results.values())
         lines.append(f"| {version} | {' | '.join(cells)} | {'; '.join(runs)} |")
     return "\n".join(lines)
