@@ -107,7 +107,7 @@ class FakeWorker:
                 del state.token_ids[state.prompt_length + cached.num_output_tokens[index] :]
                 for ids, new_ids in zip(state.block_ids, new_block_ids or (), strict=False):
                     ids.extend(new_ids)
-        for block_id in output.new_block_ids_to_zero or ():
+        for block_id in getattr(output, "new_block_ids_to_zero", None) or ():  # 0.17.0 zeroes nothing
             self._memory[block_id].clear()
 
     def _work(self, request_id: str, num_tokens: int, output: SchedulerOutput) -> _Work:
