@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.glue.support import seams_only
+from tests.glue.support import IS_PATCHED, patched_only, seams_only
 from vllm_kvplug.errors import UnsupportedError
-from vllm_kvplug.vllm_glue import contract, drift, relied_on, version
+from vllm_kvplug.vllm_glue import contract, drift, patched_tree, relied_on, version
 
 FILES = {*relied_on.FUNCTIONS, *relied_on.FIELDS, *relied_on.CLASSES, relied_on.REQUEST_FILE} | {
-    "v1/core/sched/async_scheduler.py"
+    "v1/core/sched/async_scheduler.py",
+    *relied_on.PATCH_FIELDS,
+    *(["v1/core/kv_cache_manager_factory.py"] if IS_PATCHED else []),
 }
 Change = Callable[[str, str, str], tuple[str, ...]]
 
@@ -154,8 +156,56 @@ def test_a_later_version_is_refused_with_what_differs(monkeypatch: pytest.Monkey
     with pytest.raises(UnsupportedError, match=r"found 0\.32\.0, which differs: Scheduler calls later\(\.\.\.\)"):
         version.require_supported_version("kvplug")
     monkeypatch.setattr(drift, "find", lambda: ())
-    with pytest.raises(UnsupportedError, match="which differs: nothing that kvplug sees, but nobody has tried"):
+    with pytest.raises(UnsupportedError, match=r"found 0\.32\.0, with which kvplug was not tried; install"):
         version.require_supported_version("kvplug")
+
+
+@pytest.mark.parametrize(
+    ("number", "release"),
+    [
+        ("0.17.1", "0.17.1"),
+        ("0.17.1.post1", "0.17.1"),
+        ("0.17.2.dev3", "0.17.1"),
+        ("0.19.2rc1.dev45", None),
+        ("0.18.0rc1", None),
+        ("0.18.0.dev9", None),
+        ("dev", None),
+    ],
+)
+def test_a_forks_build_is_told_by_the_release_before_it(number: str, release: str | None) -> None:
+    assert version.release_of(number) == release
+
+
+@pytest.mark.parametrize("number", ["0.17.2.dev3", "0.19.1.post1"])
+def test_a_forks_build_is_known_where_it_carries_the_patch(number: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(version, "vllm_version", lambda: number)
+    monkeypatch.setattr(drift, "find", lambda: ())
+    monkeypatch.setattr(patched_tree, "is_there", lambda: True)
+    version.require_supported_version("kvplug")
+    monkeypatch.setattr(drift, "find", lambda: ("Scheduler calls more(), which no manager here has",))
+    with pytest.raises(UnsupportedError, match=r"expects vLLM 0\.1.*\.1 as it was released, found that it differs: S"):
+        version.require_supported_version("kvplug")
+    monkeypatch.setattr(drift, "find", lambda: ())
+    monkeypatch.setattr(patched_tree, "is_there", lambda: False)
+    with pytest.raises(UnsupportedError, match=f"found {number}, with which kvplug was not tried"):
+        version.require_supported_version("kvplug")
+
+
+@patched_only
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        (
+            "v1/engine/core.py",
+            "KVCacheManagerFactory.create_block_hasher(",
+            "EngineCore does not call KVCacheManagerFactory.create_block_hasher, as the patch has it",
+        ),
+        ("config/cache.py", "    kv_cache_manager: str", "CacheConfig lacks kv_cache_manager, which the patch adds"),
+        ("engine/arg_utils.py", "    kv_cache_manager: str", "EngineArgs lacks kv_cache_manager, which the patch adds"),
+    ],
+)
+def test_a_patch_that_is_there_in_part_is_a_drift(changed: Change, name: str, text: str, expected: str) -> None:
+    assert expected in changed(name, text, "    another: str" if ":" in text else "other(")
 
 
 def test_versions_are_ordered_by_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

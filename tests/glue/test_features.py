@@ -160,5 +160,11 @@ def test_a_connector_that_works_on_vllms_own_pool_is_refused(is_one_of_several: 
     if is_one_of_several:
         extra = {"connectors": [{"kv_connector": "ExampleConnector"}, {"kv_connector": name}]}
         transfer = SimpleNamespace(kv_connector="MultiConnector", kv_connector_extra_config=extra)
-    with pytest.raises(UnsupportedError, match=f"kvplug does not support {name} .*works instead: OffloadingConnector"):
-        refuse_unsupported(SimpleNamespace(kv_transfer_config=transfer, model_config=None))
+    config = SimpleNamespace(kv_transfer_config=transfer, model_config=None)
+    with pytest.raises(
+        UnsupportedError, match=rf"not support {name} \(--kv-transfer-config\), .*works instead: OffloadingConnector"
+    ):
+        refuse_unsupported(config)
+    config.cache_config = SimpleNamespace(kv_offloading_size=1.0)
+    with pytest.raises(UnsupportedError, match=rf"not support {name} \(VLLM_USE_SIMPLE_KV_OFFLOAD\), "):
+        refuse_unsupported(config)

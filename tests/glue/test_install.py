@@ -62,7 +62,7 @@ def test_another_vllm_version_is_refused(make_config: Any, monkeypatch: pytest.M
     import vllm
 
     monkeypatch.setattr(vllm, "__version__", "0.20.0")
-    with pytest.raises(KVPlugError, match=r"expects vLLM 0\.17\.0, .*0\.19\.1, found 0\.20\.0, which differs: "):
+    with pytest.raises(KVPlugError, match=r"expects vLLM 0\.17\.0, .*0\.19\.1, found 0\.20\.0, "):
         make_config(additional_config={"kv_cache_manager": "kvplug"})
     assert make_config().additional_config == {}
 
@@ -79,7 +79,21 @@ def test_a_forks_manager_on_another_version_is_not_ours_to_refuse(
     assert (type(cache_config.kv_cache_manager), cache_config.kv_cache_manager) == (str, theirs)
     namespace = cli_parser.parse_args(["serve", "m", "--kv-cache-manager", theirs])
     assert (namespace.kv_cache_manager, namespace.additional_config) == (theirs, {})
-    with pytest.raises(KVPlugError, match=r"expects vLLM 0\.17\.0, .*0\.19\.1, found 0\.20\.1, which differs: "):
+    for ours in ("kvplug", "vllm_kvplug.vllm_glue.manager:KVCacheManager"):
+        with pytest.raises(KVPlugError, match=r"expects vLLM 0\.17\.0, .*0\.19\.1, found 0\.20\.1, "):
+            make_config(kv_cache_manager=ours)
+
+
+@patched_only
+def test_a_forks_manager_on_a_supported_version_that_was_changed_is_not_ours_to_refuse(
+    make_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm_kvplug.vllm_glue import drift
+
+    monkeypatch.setattr(drift, "find", lambda: ("Scheduler calls forks_own(), which no manager here has",))
+    theirs = "tests.glue.managers:Plain"
+    assert make_config(kv_cache_manager=theirs).cache_config.kv_cache_manager == theirs
+    with pytest.raises(KVPlugError, match="found that it differs: Scheduler calls forks_own"):
         make_config(kv_cache_manager="kvplug")
 
 

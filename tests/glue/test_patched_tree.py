@@ -11,12 +11,14 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 
 from tests.glue.managers import Plain
 from tests.patches.test_register import new_file
 from vllm_kvplug.cli.fork_patches import register as patches
-from vllm_kvplug.errors import SettingsError
-from vllm_kvplug.vllm_glue import patched_tree, registry
+from vllm_kvplug.errors import ContractError, SettingsError
+from vllm_kvplug.vllm_glue import patched_tree, registry, seams
 from vllm_kvplug.vllm_glue.choice import chosen, settle
 
 
@@ -97,6 +99,35 @@ def test_nothing_takes_a_name_of_ours(factory: Any) -> None:
     assert not patched_tree.is_vllms_alone(arguments("kvplug"))
     patched_tree.register("kvplug")
     assert isinstance(factory.find("kvplug"), patched_tree.Registered)
+
+
+@pytest.mark.parametrize("name", ["kvplug", "plain"])
+def test_an_engine_that_hashes_with_another_than_the_registrys_does_not_start(
+    factory: Any, kv_cache_config: Any, name: str
+) -> None:
+    """The patch is there in part, say, or another plugin has changed the engine."""
+    vllm_config = SimpleNamespace(cache_config=arguments(name), additional_config={})
+    patched_tree.offer(sys.modules[patched_tree.MODULE])
+    patched_tree.register(name)
+
+    def start(hashes_with_another: bool, enable_caching: bool = True) -> Any:
+        def construct(engine: Any, vllm_config: Any) -> None:
+            engine.vllm_config, engine.request_block_hasher = vllm_config, None
+            manager = registry.load(name)(kv_cache_config=kv_cache_config, max_model_len=256, hash_block_size=16)
+            engine.scheduler = SimpleNamespace(kv_cache_manager=manager, kv_cache_config=kv_cache_config)
+            if enable_caching:
+                made = factory.create_block_hasher(vllm_config.cache_config, 16, sha256)
+                engine.request_block_hasher = get_request_block_hasher(16, sha256) if hashes_with_another else made
+
+        engine = SimpleNamespace()
+        seams._around_engine_core_init(construct, engine, vllm_config)
+        return engine
+
+    module = start(hashes_with_another=False).request_block_hasher.__module__
+    assert module == {"kvplug": "vllm_kvplug.hashing", "plain": "vllm.v1.core.kv_cache_utils"}[name]
+    assert start(hashes_with_another=False, enable_caching=False).request_block_hasher is None
+    with pytest.raises(ContractError, match=f"'{name}': expected the engine to hash with .*, its manager's own, found"):
+        start(hashes_with_another=True)
 
 
 def test_processes_started_meanwhile_get_the_hooks() -> None:

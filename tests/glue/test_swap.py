@@ -15,7 +15,7 @@ import pytest
 
 import vllm_kvplug
 from tests.glue.support import IS_PATCHED, fake_engine_core, is_hooked, patched_only, seams_only, with_choice
-from vllm_kvplug.errors import ContractError
+from vllm_kvplug.errors import ContractError, UnsupportedError
 from vllm_kvplug.vllm_glue import report, seams
 from vllm_kvplug.vllm_glue.choice import ManagerChoice, chosen
 
@@ -213,3 +213,23 @@ def test_config_carries_the_very_choice(make_config: Any) -> None:
     carried = {} if IS_PATCHED else {"kv_cache_manager": {"name": "kvplug", "config": {}}}
     assert vllm_config.additional_config == carried | {"other": 1}
     assert vllm_config.compute_hash()
+
+
+@seams_only
+def test_another_connector_that_takes_the_pool_is_refused_when_it_is_constructed(
+    make_config: Any, kv_cache_config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Named by nobody: what it has tells. vLLM's own manager serves with it."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    connector = SimpleNamespace(bind_gpu_block_pool=lambda pool: None)
+    original = Scheduler.__init__
+
+    def with_connector(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+        original(scheduler, *args, **kwargs)
+        scheduler.connector = connector
+
+    monkeypatch.setattr(Scheduler, "__init__", with_connector)
+    with pytest.raises(UnsupportedError, match=r"not support SimpleNamespace \(.*it has bind_gpu_block_pool\), which"):
+        build(make_config(kv_cache_manager="kvplug"), kv_cache_config)
+    assert build(make_config(), kv_cache_config).connector is connector

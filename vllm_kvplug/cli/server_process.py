@@ -56,7 +56,7 @@ def vllm_command() -> list[str]:
     beside = Path(sys.executable).parent / "vllm"
     found = str(beside) if beside.exists() else shutil.which("vllm")
     if found is None:
-        raise ServerError(f"the vllm command is neither beside {sys.executable} nor on PATH: install vLLM 0.17.1 there")
+        raise ServerError(f"the vllm command is neither beside {sys.executable} nor on PATH: install vLLM there")
     return [found]
 
 

@@ -96,7 +96,7 @@ class _Tree:
 
     def _constructions(self) -> Iterator[str]:
         """With what the scheduler constructs its manager, and the engine its block hasher."""
-        name = "KVCacheManagerFactory.create_manager" if self._is_patched else contract.CLASS_NAME
+        name = relied_on.PATCH_MANAGER_CALL if self._is_patched else contract.CLASS_NAME
         made = [node for node in self._nodes(SCHEDULER) if _is_call_of(node, name)]
         if not made and self._file(SCHEDULER) is not None:
             yield f"Scheduler does not construct {name}(...)"
@@ -107,6 +107,7 @@ class _Tree:
             if known - found:
                 yield f"Scheduler constructs {contract.CLASS_NAME} without {_listed(known - found)}"
         if self._is_patched:
+            yield from self._missing_parts_of_the_patch()
             return
         asked = [node for node in self._nodes(_ENGINE) if _is_call_of(node, contract.HASHER_NAME)]
         if not asked:
@@ -115,6 +116,15 @@ class _Tree:
             if _call_of(node) != contract.HASHER_CALL:
                 call = f"{contract.HASHER_NAME}{_call_of(node)}"
                 yield f"EngineCore calls {call}, expected {contract.HASHER_NAME}{contract.HASHER_CALL}"
+
+    def _missing_parts_of_the_patch(self) -> Iterator[str]:
+        """What a patch that was applied in part lacks: then a chosen manager would serve with vLLM's hashes, say."""
+        if not any(_is_call_of(node, relied_on.PATCH_HASHER_CALL) for node in self._nodes(_ENGINE)):
+            yield f"EngineCore does not call {relied_on.PATCH_HASHER_CALL}, as the patch has it"
+        for file, (name, field) in relied_on.PATCH_FIELDS.items():
+            found = _classes_of(self._file(file)).get(name)
+            if found is None or field not in _fields_of(found):
+                yield f"{name} lacks {field}, which the patch adds"
 
     # What is wrapped, called and constructed
 
@@ -138,11 +148,7 @@ class _Tree:
                 if name not in found:
                     yield f"{name} is missing in vllm/{file}"
                     continue
-                fields = {
-                    node.target.id
-                    for node in found[name].body
-                    if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-                }
+                fields = _fields_of(found[name])
                 if fields - set(expected):
                     yield f"{name} has the further fields {', '.join(sorted(fields - set(expected)))}"
                 if set(expected) - fields:
@@ -205,6 +211,14 @@ def _listed(keywords: set[str]) -> str:
 
 def _classes_of(tree: ast.Module | None) -> dict[str, ast.ClassDef]:
     return {} if tree is None else {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def _fields_of(node: ast.ClassDef) -> set[str]:
+    return {
+        statement.target.id
+        for statement in node.body
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
+    }
 
 
 def _functions_of(tree: ast.Module | None) -> dict[str, tuple[str, ...]]:

@@ -14,21 +14,38 @@ from vllm_kvplug.errors import UnsupportedError
 _WITHOUT_CACHING = "--no-enable-prefix-caching"
 # From 0.19.0 on: it takes the manager's pool and walks the linked list of its free blocks, which kvplug has not.
 _POOL_CONNECTOR = "SimpleCPUOffloadConnector"
+# By this method a connector gets the pool.
+_TAKES_POOL = "bind_gpu_block_pool"
 
 
 def refuse_unsupported(vllm_config: Any) -> None:
     """Raise an UnsupportedError for the first feature of the configuration that kvplug does not serve."""
     if _POOL_CONNECTOR in _connectors(vllm_config):
-        raise UnsupportedError(
-            f"kvplug does not support {_POOL_CONNECTOR} (--kv-transfer-config), which works on vLLM's own pool of "
-            "blocks; works instead: OffloadingConnector"
-        )
+        is_offloading = getattr(getattr(vllm_config, "cache_config", None), "kv_offloading_size", None) is not None
+        found_at = "VLLM_USE_SIMPLE_KV_OFFLOAD" if is_offloading else "--kv-transfer-config"
+        raise UnsupportedError(_pool_refusal(f"{_POOL_CONNECTOR} ({found_at})"))
     if vllm_config.model_config is None or not vllm_config.cache_config.enable_prefix_caching:
         return
     for feature, found_at, works_instead in _unsupported_with_prefix_caching(vllm_config):
         raise UnsupportedError(
             f"kvplug does not support prefix caching with {feature} ({found_at}); works instead: {works_instead}"
         )
+
+
+def refuse_pool_connector(scheduler: Any) -> None:
+    """The same where only the constructed connector tells: one of another package's that takes the manager's pool."""
+    connector = getattr(scheduler, "connector", None)
+    if hasattr(connector, _TAKES_POOL):
+        raise UnsupportedError(
+            _pool_refusal(f"{type(connector).__name__} (--kv-transfer-config; it has {_TAKES_POOL})")
+        )
+
+
+def _pool_refusal(connector: str) -> str:
+    return (
+        f"kvplug does not support {connector}, which works on vLLM's own pool of blocks; works instead: "
+        "OffloadingConnector"
+    )
 
 
 def _unsupported_with_prefix_caching(vllm_config: Any) -> Iterator[tuple[str, str, str]]:

@@ -28,11 +28,15 @@ def in_force(engine_core: Any, name: str, factory: HasherFactory) -> Iterator[No
     """
     with _seam.waiting(factory) as wanted:
         yield
+    check_in_force(engine_core, name, wanted.made)
+
+
+def check_in_force(engine_core: Any, name: str, made: Any) -> None:
+    """Raise a ContractError unless a constructed engine hashes with what was made for it; None: it has no hasher."""
     found = getattr(engine_core, "request_block_hasher", None)
-    if found is not wanted.made:
+    if found is not made:
         raise ContractError(
-            f"kv_cache_manager {name!r}: expected the engine to hash with {wanted.made!r}, its manager's own, found "
-            f"{found!r}"
+            f"kv_cache_manager {name!r}: expected the engine to hash with {made!r}, its manager's own, found {found!r}"
         )
 
 

@@ -18,12 +18,13 @@ from types import ModuleType
 from typing import Any
 
 MODULE = "vllm.v1.core.kv_cache_manager_factory"
-# Of the registry's file, below the package's folder.
 NAME_FIELD = "kv_cache_manager"
 CONFIG_FIELD = "kv_cache_manager_config"
 
 # Which of several engines of a server (data parallel) has its scheduler under construction.
 _engine_index: ContextVar[int] = ContextVar("engine_index", default=0)
+# The block hashers that vLLM's registry made meanwhile.
+_hashers: ContextVar[list[Any] | None] = ContextVar("hashers", default=None)
 
 
 @functools.cache
@@ -75,8 +76,8 @@ def stated(holder: Any) -> tuple[str | None, Mapping[str, Any] | None]:
 def is_vllms_alone(holder: Any) -> bool:
     """Whether a namespace, or an EngineArgs, chooses what vLLM's registry serves without us.
 
-    That is a manager of the fork's in a patched vLLM whose version kvplug does not know, or one that is no class and
-    not to be traced: nothing here may refuse it.
+    That is a manager of the fork's in a patched vLLM that kvplug does not support, or one that is no class and not to
+    be traced: nothing here may refuse it.
     """
     name = getattr(holder, NAME_FIELD, None)
     if name is None or not is_there():
@@ -84,8 +85,8 @@ def is_vllms_alone(holder: Any) -> bool:
     from vllm_kvplug.settings import TraceSettings
     from vllm_kvplug.vllm_glue import registry, version
 
-    if version.vllm_version() not in version.SUPPORTED_VLLM_VERSIONS:
-        return not registry.is_built_in(name)
+    if not version.is_supported():
+        return not registry.is_ours(name)
     return is_no_class(name) and TraceSettings.split(stated(holder)[1] or {})[0].trace is None
 
 
@@ -135,7 +136,10 @@ class Registered:
             from vllm.v1.core.kv_cache_utils import get_request_block_hasher
 
             factory = get_request_block_hasher
-        return factory(block_size, caching_hash_fn)
+        hasher = factory(block_size, caching_hash_fn)
+        if (hashers := _hashers.get()) is not None:
+            hashers.append(hasher)
+        return hasher
 
 
 def offer(module: ModuleType) -> None:
@@ -170,21 +174,26 @@ def register(name: str) -> None:
 
 
 @contextmanager
-def in_fields(vllm_config: Any, choice: Mapping[str, Any], engine_index: int) -> Iterator[None]:
+def in_fields(vllm_config: Any, choice: Mapping[str, Any], engine_index: int) -> Iterator[list[Any]]:
     """Inside, where an engine or its scheduler is constructed, vLLM's own fields say the choice in any case.
 
     They say it already, unless a program made a VllmConfig by hand, with the choice in `additional_config`. Processes
     that are started meanwhile get the hooks with it.
+
+    Yields:
+        The block hashers that the registry makes inside, as they come.
     """
     cache_config = vllm_config.cache_config
     before = getattr(cache_config, NAME_FIELD), getattr(cache_config, CONFIG_FIELD)
     cache_config.kv_cache_manager = CarriedName(choice["name"])
     cache_config.kv_cache_manager_config = choice["config"]
-    token = _engine_index.set(engine_index)
+    hashers: list[Any] = []
+    tokens = _engine_index.set(engine_index), _hashers.set(hashers)
     try:
-        yield
+        yield hashers
     finally:
-        _engine_index.reset(token)
+        _engine_index.reset(tokens[0])
+        _hashers.reset(tokens[1])
         cache_config.kv_cache_manager, cache_config.kv_cache_manager_config = before
 
 

@@ -41,6 +41,11 @@ def is_built_in(name: str) -> bool:
     return name in _BUILT_IN
 
 
+def is_ours(name: str) -> bool:
+    """Whether the name, or the `module:Class`, stands for something of this package."""
+    return is_built_in(name) or name.partition(":")[0].split(".")[0] == __name__.split(".")[0]
+
+
 def own_targets() -> dict[str, str]:
     """`module:Class` by name: the built-in managers, and those of our entry point group that one package claims."""
     offered = _entry_point_targets()

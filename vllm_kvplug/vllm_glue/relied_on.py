@@ -22,6 +22,11 @@ FUNCTIONS: dict[str, dict[str, tuple[str, ...]]] = {
         "Scheduler.finish_requests": ("self", "request_ids", "finished_status"),
         "Scheduler._update_request_as_session": ("self", "session"),
     },
+    "v1/request.py": {
+        "Request.take_events": ("self",),
+        "Request.get_finished_reason": ("self",),
+        "Request.is_finished": ("self",),
+    },
     "v1/core/kv_cache_utils.py": {
         "get_request_block_hasher": ("block_size", "caching_hash_fn"),
         "maybe_convert_block_hash": ("hash_bytes",),
@@ -60,6 +65,14 @@ FIELDS: dict[str, dict[str, tuple[str, ...]]] = {
     },
 }
 
+# Of a patched tree (patches/): by file the fields that the patch adds to a class, and the calls of its registry.
+PATCH_FIELDS: dict[str, tuple[str, str]] = {
+    "config/cache.py": ("CacheConfig", "kv_cache_manager"),
+    "engine/arg_utils.py": ("EngineArgs", "kv_cache_manager"),
+}
+PATCH_HASHER_CALL = "KVCacheManagerFactory.create_block_hasher"
+PATCH_MANAGER_CALL = "KVCacheManagerFactory.create_manager"
+
 # By file: classes whose exact type tells the kind of attention, and others that are looked up.
 CLASSES: dict[str, tuple[str, ...]] = {
     "v1/kv_cache_interface.py": (
@@ -93,5 +106,6 @@ REQUEST_ATTRIBUTES = (
     "num_tokens",
     "prompt_embeds",
     "skip_reading_prefix_cache",
+    "trace_headers",
     "_prompt_embeds_per_block_hashes",
 )

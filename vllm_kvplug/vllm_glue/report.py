@@ -42,7 +42,8 @@ def max_step_tokens(scheduler: Any) -> int:
     config = getattr(scheduler, "scheduler_config", None)
     if config is None:
         return int(scheduler.kv_cache_manager.max_model_len)
-    thresholds = (config.max_num_batched_tokens, config.long_prefill_token_threshold)
+    step_tokens = getattr(scheduler, "max_num_scheduled_tokens", None) or config.max_num_batched_tokens
+    thresholds = (step_tokens, config.long_prefill_token_threshold)
     return min(threshold for threshold in thresholds if threshold > 0)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from vllm_kvplug.manager import CacheManager
 from vllm_kvplug.vllm_glue import (
     contract,
+    features,
     hasher_seam,
     never_fitting,
     patched_tree,
@@ -102,6 +103,8 @@ def _engine_index(vllm_config: Any) -> int:
 def _attend(scheduler: Any, choice: ManagerChoice) -> None:
     """What a scheduler that was built with its manager gets: a check, the line at start, and what kvplug adds to it."""
     report.check_in_force(scheduler, choice)
+    if isinstance(serving_manager(scheduler.kv_cache_manager), CacheManager):
+        features.refuse_pool_connector(scheduler)
     report.log_in_force(scheduler, choice)
     never_fitting.watch(scheduler)
     if hasattr(scheduler, "_update_request_as_session"):
@@ -153,9 +156,10 @@ def _around_engine_core_init(original: Callable[..., None], engine_core: Any, *a
     """
     given = kwargs.get("vllm_config", args[0] if args else None)
     choice = chosen(given) if given is not None else None
+    hashers = None
     with ExitStack() as seams:
         if choice is not None and patched_tree.is_there():
-            seams.enter_context(patched_tree.in_fields(given, choice, _engine_index(given)))
+            hashers = seams.enter_context(patched_tree.in_fields(given, choice, _engine_index(given)))
         elif choice is not None:
             factory = registry.hasher_factory(choice["name"], choice["config"])
             if factory is not None:
@@ -164,6 +168,8 @@ def _around_engine_core_init(original: Callable[..., None], engine_core: Any, *a
     choice = chosen(engine_core.vllm_config)
     if choice is not None:
         report.check_in_force(engine_core.scheduler, choice)
+        if hashers is not None:
+            hasher_seam.check_in_force(engine_core, choice["name"], hashers[-1] if hashers else None)
 
 
 def _patch_front_end(module: ModuleType) -> None:

@@ -31,25 +31,52 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
 
 
-def require_supported_version(name: str) -> None:
-    """Raise an UnsupportedError unless this vLLM is one that the chosen manager can be put into, and is as we know it.
+def release_of(version: str) -> str | None:
+    """The release that a build is made from, by its number: 0.17.1 of 0.17.1.post1, and of 0.17.2.dev3, as a checkout
+    of 0.17.1 with three commits of a fork calls itself. None: a candidate, or something else."""
+    found = re.fullmatch(r"(\d+)\.(\d+)\.(\d+)(?:\.post\d+)?(\.dev\d+)?", version)
+    if found is None:
+        return None
+    major, minor, patch = map(int, found.groups()[:3])
+    if found[4] is not None and ".post" not in version:
+        patch -= 1
+    return f"{major}.{minor}.{patch}" if patch >= 0 else None
 
-    The line names what is missing, or differs, in this vLLM.
+
+def is_known() -> bool:
+    """Whether this vLLM is a supported release, or a fork that carries our patch and is built from one.
+
+    A fork's commits give it a number of its own; on a vLLM without the patch such a number is anybody's.
     """
+    from vllm_kvplug.vllm_glue import patched_tree
+
+    version = vllm_version()
+    if version in SUPPORTED_VLLM_VERSIONS:
+        return True
+    return patched_tree.is_there() and release_of(version) in SUPPORTED_VLLM_VERSIONS
+
+
+def is_supported() -> bool:
+    """Whether kvplug's managers can be put into this vLLM: one that is known, and as we know it."""
+    from vllm_kvplug.vllm_glue import drift
+
+    return is_known() and not drift.find()
+
+
+def require_supported_version(name: str) -> None:
+    """Raise an UnsupportedError unless this vLLM `is_supported`. The line names what is missing, or differs, in it."""
     import vllm_kvplug
     from vllm_kvplug.vllm_glue import drift
 
-    version = vllm_version()
-    is_known = version in SUPPORTED_VLLM_VERSIONS
-    drifts = drift.find()
-    if is_known and not drifts:
+    if is_supported():
         return
+    version, drifts = vllm_version(), "; ".join(drift.find())
     this = f"kv_cache_manager: {name!r} with vllm_kvplug {vllm_kvplug.__version__}"
-    differs = "; ".join(drifts) or "nothing that kvplug sees, but nobody has tried"
-    if is_known:
-        raise UnsupportedError(f"{this} expects vLLM {version} as it was released, found that it differs: {differs}")
-    expected = ", ".join(SUPPORTED_VLLM_VERSIONS)
+    if is_known():
+        release = release_of(version) or version
+        raise UnsupportedError(f"{this} expects vLLM {release} as it was released, found that it differs: {drifts}")
+    differs = f"which differs: {drifts}" if drifts else "with which kvplug was not tried"
     raise UnsupportedError(
-        f"{this} expects vLLM {expected}, found {version}, which differs: {differs}; "
+        f"{this} expects vLLM {', '.join(SUPPORTED_VLLM_VERSIONS)}, found {version}, {differs}; "
         f"install vllm=={SUPPORTED_VLLM_VERSIONS[-1]}, or leave the option out"
     )
