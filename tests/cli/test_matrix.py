@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,9 +39,25 @@ def test_the_table_has_a_row_for_each_version_and_says_what_was_not_run() -> Non
     }
     rows = {row.split(" | ")[0].strip("| "): row for row in results.table(found).splitlines()[2:]}
     assert tuple(rows) == SUPPORTED_VLLM_VERSIONS
-    assert rows[BASELINE] == f"| {BASELINE} | not run | not run | not run | answers | not run | 2026-01-02, abc |"
-    assert "| **fails**: exit status 1 |" in rows[LATEST]
-    assert rows["0.18.0"] == "| 0.18.0 | not run | not run | not run | not run | none |  |"  # no patch is for it
+    assert rows[BASELINE] == f"| {BASELINE} | not run | not run | not run | answers (2026-01-02, abc) | not run |"
+    assert "| **fails**: exit status 1 (2026-01-02, abc) |" in rows[LATEST]
+
+
+def test_an_environment_that_fails_does_not_stop_the_next_version(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = environments._project_environment()
+    made: list[str] = []
+
+    def make(version: str, script: Any) -> None:
+        made.append(version)
+        raise script.SetupError("no network")
+
+    monkeypatch.setattr(environments, "_project_environment", lambda: script)
+    monkeypatch.setattr(environments, "_make", make)
+    assert matrix.main(["--versions", f"{BASELINE} {LATEST}"]) == 1
+    assert made == [BASELINE, LATEST]
+    assert f"error: vLLM {LATEST}: no network" in capsys.readouterr().err
 
 
 def test_a_library_that_is_not_there_is_named_before_anything_is_run(

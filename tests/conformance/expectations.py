@@ -46,7 +46,7 @@ def node_ids(suite: str) -> list[str]:
 
 
 def changes_path(version: str) -> Path:
-    """Where the changes of a version's series are: the tests of 0.19.0 and 0.19.1 are the same, file by file."""
+    """Where the changes of a version's series are: its releases have the same test files here."""
     return LISTS_FOLDER / f"changes-{version.rpartition('.')[0]}.txt"
 
 

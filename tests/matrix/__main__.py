@@ -37,14 +37,17 @@ def main(arguments: list[str] | None = None) -> int:
     options = Options(num_seeds=given.seeds)
     has_failed = False
     for version in versions:
-        environments.make(version)
+        try:
+            environments.make(version)
+        except environments.EnvironmentFailedError as error:
+            print(f"error: {error}", file=sys.stderr)
+            has_failed = True
+            continue
         for name in steps:
-            if not STEPS[name].is_for(version):
-                continue
             print(f"\n== vLLM {version}: {name} ==", flush=True)
-            started = time.monotonic()
+            started, commit = time.monotonic(), results.commit()
             told = STEPS[name].run(version, options)
-            results.keep(version, name, ok=told.ok, told=told.text)
+            results.keep(version, name, ok=told.ok, told=told.text, commit=commit)
             print(f"== vLLM {version}: {name}: {told.text} ({time.monotonic() - started:.0f} s)", flush=True)
             has_failed |= not told.ok
     print(f"\n{results.table(results.load())}")

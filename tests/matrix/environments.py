@@ -30,7 +30,11 @@ def python_of(version: str) -> Path:
     return FOLDER / version / "venv" / "bin" / "python"
 
 
-class MissingLibraryError(RuntimeError):
+class EnvironmentFailedError(RuntimeError):
+    """A version's environment cannot be had: one line that says why."""
+
+
+class MissingLibraryError(EnvironmentFailedError):
     """A version needs a library that this machine does not have: one line that says which."""
 
 
@@ -54,16 +58,26 @@ def variables(version: str) -> dict[str, str]:
     return environ
 
 
-def make(version: str) -> Path:
-    """Make the environment, if it is missing or was made from something else; answers its interpreter.
+def make(version: str) -> None:
+    """Make the environment, if it is missing or was made from something else.
 
-    uv keeps every version of the project's lock that still fits. Raises the script's SetupError, one line.
+    uv keeps every version of the project's lock that still fits.
+
+    Raises:
+        EnvironmentFailedError: uv could not resolve or install it.
     """
     script = _project_environment()
+    try:
+        _make(version, script)
+    except script.SetupError as error:
+        raise EnvironmentFailedError(f"vLLM {version}: {error}") from error
+
+
+def _make(version: str, script: ModuleType) -> None:
     folder, python = FOLDER / version, python_of(version)
     stamp = folder / "made-from.txt"
     if python.exists() and stamp.exists() and stamp.read_text() == script.inputs_digest():
-        return python
+        return
     stamp.unlink(missing_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
     wanted, lock = folder / "dependencies.in", folder / "requirements.lock"
@@ -85,7 +99,6 @@ def make(version: str) -> Path:
     script.run_uv(uv, ["pip", "install", "--quiet", *here, "--no-deps", "--no-build-isolation", str(metadata),
                        "-e", "."])  # fmt: skip
     stamp.write_text(script.inputs_digest())
-    return python
 
 
 def with_version(text: str, version: str) -> str:

@@ -15,7 +15,7 @@ from vllm_kvplug.vllm_glue.version import SUPPORTED_VLLM_VERSIONS
 JSON = ROOT / "docs" / "versions.json"
 PAGE = ROOT / "docs" / "versions.md"
 _BEGIN, _END = "<!-- made by make matrix -->", "<!-- end -->"
-NOT_RUN, NOT_THERE = "not run", "none"
+NOT_RUN = "not run"
 
 # A step's result: {"ok": bool, "told": what the cell says, "date": ..., "commit": ...}.
 Results = dict[str, dict[str, Any]]
@@ -26,14 +26,14 @@ def load() -> dict[str, Results]:
     return json.loads(JSON.read_text()) if JSON.exists() else {}
 
 
-def keep(version: str, step: str, *, ok: bool, told: str) -> None:
+def keep(version: str, step: str, *, ok: bool, told: str, commit: str) -> None:
     """Put one result into the file, and the table into the page."""
     found = load()
     found.setdefault(version, {})[step] = {
         "ok": ok,
         "told": told,
         "date": time.strftime("%Y-%m-%d"),
-        "commit": commit(),
+        "commit": commit,
     }
     JSON.write_text(json.dumps(dict(sorted(found.items())), indent=1) + "\n")
     write_page(PAGE, table(found))
@@ -51,22 +51,21 @@ def commit() -> str:
     return git("rev-parse", "--short", "HEAD") + ("+" if is_changed else "")
 
 
-def table(found: dict[str, Results], versions: tuple[str, ...] | None = None) -> str:
+def table(found: dict[str, Results]) -> str:
     """The table in Markdown: a row for each supported version, run or not."""
-    titles = ["vLLM", *(step.title for step in STEPS.values()), "date, commit"]
+    titles = ["vLLM", *(step.title for step in STEPS.values())]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
-    for version in versions or SUPPORTED_VLLM_VERSIONS:
-        results = found.get(version, {})
-        cells = [_cell(results.get(name)) if step.is_for(version) else NOT_THERE for name, step in STEPS.items()]
-        runs = dict.fromkeys(f"{result['date']}, {result['commit']}" for result in results.values())
-        lines.append(f"| {version} | {' | '.join(cells)} | {'; '.join(runs)} |")
+    for version in SUPPORTED_VLLM_VERSIONS:
+        cells = [_cell(found.get(version, {}).get(name)) for name in STEPS]
+        lines.append(f"| {version} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def _cell(result: dict[str, Any] | None) -> str:
     if result is None:
         return NOT_RUN
-    return result["told"] if result["ok"] else f"**fails**: {result['told']}"
+    told = result["told"] if result["ok"] else f"**fails**: {result['told']}"
+    return f"{told} ({result['date']}, {result['commit']})"
 
 
 def write_page(page: Path, text: str) -> None:

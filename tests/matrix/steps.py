@@ -7,12 +7,11 @@ import re
 import subprocess
 import tempfile
 import xml.etree.ElementTree
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.matrix import environments
-from vllm_kvplug.cli.fork_patches import register
 
 # The suites that are about vLLM's parts, engines included. The others are about kvplug alone, or have a step.
 _SUITES = ("scheduler", "faults", "glue")
@@ -93,10 +92,14 @@ def patched(version: str, options: Options) -> Told:
     if status != 0:
         return Told(False, f"engines: exit status {status}")
     with tempfile.TemporaryDirectory() as folder:
-        made = _run(version, ["-m", "tests.patches.tree", folder], is_shown=False)
-        if made.returncode != 0:
+        patched_tree = {"PYTHONPATH": folder}
+        look = "from vllm_kvplug.vllm_glue import patched_tree; raise SystemExit(not patched_tree.is_there())"
+        if (
+            _run(version, ["-m", "tests.patches.tree", folder]).returncode != 0
+            or _run(version, ["-c", look], patched_tree).returncode != 0
+        ):
             return Told(False, "the patch was not applied")
-        told = _demo(version, {"PYTHONPATH": folder})
+        told = _demo(version, patched_tree)
     return Told(told.ok, f"engines with kvplug and a toy; {told.text}")
 
 
@@ -107,15 +110,10 @@ class Step:
     Attributes:
         title: of the column.
         run: runs it and tells how it ended.
-        versions: those that it is for; None: all.
     """
 
     title: str
     run: Callable[[str, Options], Told]
-    versions: tuple[str, ...] | None = None
-
-    def is_for(self, version: str) -> bool:
-        return self.versions is None or version in self.versions
 
 
 STEPS = {
@@ -123,15 +121,17 @@ STEPS = {
     "lockstep": Step("lockstep", lockstep),
     "suites": Step("tests of scheduler, faults, glue", suites),
     "serving": Step("a real server", serving),
-    "patched": Step("with its patch", patched, tuple(patch.vllm for patch in register().patch)),
+    "patched": Step("with the patch", patched),
 }
 
 
-def _run(version: str, arguments: list[str], *, is_shown: bool = True) -> subprocess.CompletedProcess[str]:
+def _run(
+    version: str, arguments: list[str], variables: Mapping[str, str] | None = None, *, is_shown: bool = True
+) -> subprocess.CompletedProcess[str]:
     """Python with these arguments in the version's environment; its output is shown, or kept and shown at the end."""
     done = subprocess.run(
         [str(environments.python_of(version)), *arguments], cwd=environments.ROOT,
-        env=environments.variables(version), stdin=subprocess.DEVNULL,
+        env=environments.variables(version) | dict(variables or {}), stdin=subprocess.DEVNULL,
         stdout=None if is_shown else subprocess.PIPE, text=True, check=False,
     )  # fmt: skip
     if not is_shown:
@@ -139,10 +139,10 @@ def _run(version: str, arguments: list[str], *, is_shown: bool = True) -> subpro
     return done
 
 
-def _demo(version: str, variables: dict[str, str]) -> Told:
+def _demo(version: str, variables: Mapping[str, str]) -> Told:
     command = environments.python_of(version).parent / "kvplug"
     done = subprocess.run(
-        [str(command), "demo"], cwd=environments.ROOT, env=environments.variables(version) | variables,
+        [str(command), "demo"], cwd=environments.ROOT, env=environments.variables(version) | dict(variables),
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False,
     )  # fmt: skip
     print(done.stdout, end="", flush=True)
