@@ -74,7 +74,7 @@ def test_apply_twice_and_revert_twice(tree: Path, capsys: pytest.CaptureFixture[
 
 def test_what_it_makes_compiles_and_leaves_no_name_unused_or_undefined(tree: Path) -> None:
     assert kvplug("apply", tree) == 0
-    (patch,) = [patch for patch in register().patch if patch.path.name[5:-6] in (tree / "PKG-INFO").read_text()[:200]]
+    (patch,) = [patch for patch in register().patch if patch.vllm in (tree / "PKG-INFO").read_text()[:200]]
     command = [sys.executable, "-m", "ruff", "check", "--isolated", "--line-length=88", "--select=E9,E501,F,I001"]
     command += ["--config=lint.isort.known-first-party=['vllm']"]
     done = subprocess.run([*command, *patch.files], cwd=tree, capture_output=True, text=True, check=False)
@@ -118,7 +118,7 @@ def test_git_am_as_the_readme_says(tree: Path) -> None:
     git(tree, "init", "--quiet")
     git(tree, "add", "--all")
     git(tree, "commit", "--quiet", "--message", "as released")
-    (patch,) = [patch for patch in register().patch if patch.path.name[5:-6] in (tree / "PKG-INFO").read_text()[:200]]
+    (patch,) = [patch for patch in register().patch if patch.vllm in (tree / "PKG-INFO").read_text()[:200]]
     git(tree, "am", "--quiet", "--keep-non-patch", str(patch.path))
     assert git(tree, "log", "-1", "--format=%s").strip() == "[Core] Choose the KV cache manager by name"
     assert kvplug("check", tree) == 0

@@ -47,10 +47,10 @@ def restore(name: str, config: dict[str, Any]) -> ManagerChoice:
 
 
 def chosen(vllm_config: Any) -> ManagerChoice | None:
-    """The choice that a VllmConfig carries; None: vLLM's own manager, untouched."""
+    """The choice that a VllmConfig carries; None: vLLM's own manager, untouched, or no VllmConfig."""
     if (carried := patched_tree.carried(vllm_config)) is not None:
         return ManagerChoice(name=carried[0], config=carried[1])
-    extra = vllm_config.additional_config
+    extra = getattr(vllm_config, "additional_config", None)
     choice = extra.get(KEY) if isinstance(extra, dict) else None
     return choice if isinstance(choice, ManagerChoice) else None
 

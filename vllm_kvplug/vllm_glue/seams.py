@@ -80,7 +80,7 @@ class SchedulerBuilder:
         self.scheduler_cls = scheduler_cls
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        vllm_config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
+        vllm_config = _vllm_config_of(args, kwargs)
         choice = chosen(vllm_config)
         if choice is None:
             with _swap_lock:
@@ -93,6 +93,11 @@ class SchedulerBuilder:
             scheduler = self.scheduler_cls(*args, **kwargs)
         _attend(scheduler, choice)
         return scheduler
+
+
+def _vllm_config_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a constructor of vLLM's is given first, by position or by name; None: nothing, which it will refuse."""
+    return kwargs.get("vllm_config", args[0] if args else None)
 
 
 def _engine_index(vllm_config: Any) -> int:
@@ -117,7 +122,7 @@ def _patch_scheduler(module: ModuleType) -> None:
 
 def _around_scheduler_init(original: Callable[..., None], scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """A patched vLLM's scheduler asks its registry for the manager; it is then as one that `SchedulerBuilder` built."""
-    vllm_config = kwargs["vllm_config"] if "vllm_config" in kwargs else args[0]
+    vllm_config = _vllm_config_of(args, kwargs)
     choice = chosen(vllm_config)
     if choice is None:
         original(scheduler, *args, **kwargs)
@@ -154,8 +159,8 @@ def _around_engine_core_init(original: Callable[..., None], engine_core: Any, *a
 
     Another plugin may have replaced get_scheduler_cls, the scheduler or the hasher since.
     """
-    given = kwargs.get("vllm_config", args[0] if args else None)
-    choice = chosen(given) if given is not None else None
+    given = _vllm_config_of(args, kwargs)
+    choice = chosen(given)
     hashers = None
     with ExitStack() as seams:
         if choice is not None and patched_tree.is_there():
