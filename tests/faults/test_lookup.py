@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -68,6 +69,22 @@ def test_f7_where_no_more_is_cached_than_allowed_nothing_changes(specs: list[Any
         return run(manager, request("b", [*prompt(96), *range(2000, 2005)]))
 
     assert on_both(hit, specs, 200, use_eagle=True) == (64, 64)
+
+
+@pytest.mark.skipif(not is_since("0.19.1"), reason="from vLLM 0.19.1 on; an AssertionError before")
+def test_d4_a_windows_hit_keeps_the_blocks_that_the_next_token_looks_at() -> None:
+    """A full group of larger blocks beside it. 0.19.1 drops a block, then cuts to the larger block's end, and has
+    nothing but null blocks left: the request would read what is not there.
+    """
+
+    def hit(manager: Any) -> tuple[int, bool]:
+        run(manager, request("a", prompt(320)))
+        manager.new_step_starts()
+        blocks, num_hit_tokens = manager.get_computed_blocks(request("b", prompt(320)))
+        return num_hit_tokens, all(blocks.get_block_ids()[1][-2:])
+
+    specs = [dataclasses.replace(FULL, block_size=48), sliding_window(32)]
+    assert on_both(hit, specs, 200, use_eagle=True) == ((192, False), (192, True))
 
 
 def test_f7_without_eagle_or_with_one_group_nothing_changes() -> None:

@@ -18,7 +18,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager as UpstreamManager
 from tests.lockstep import deviations
 from tests.lockstep.mends import Mends
 from tests.lockstep.mixes import kv_cache_config
-from tests.lockstep.oracle import Hit, longest_hit
+from tests.lockstep.oracle import Hit, longest_hit, needed_positions
 from tests.lockstep.states import State, num_new_nulls, our_state, plain, upstream_state
 from tests.lockstep.trace import Setup
 from vllm_kvplug.errors import KVPlugError
@@ -235,6 +235,8 @@ class Pair:
             return
         if deviations.drops_blocks_repeatedly(self.setup) and (not is_answer or found[1] < right.num_tokens):
             self._mends.triggers.note("F7")
+        elif is_answer and self._lacks_a_windows_blocks(*found):
+            self._mends.triggers.note("D4")
         elif deviations.leaves_hits_uncut(self.setup) and is_answer and found[1] == right.num_tokens:
             self._mends.triggers.note("F8" if deviations.has_equal_specs(self.setup) else "D1")
         else:
@@ -243,6 +245,11 @@ class Pair:
         blocks = tuple([upstream.block_pool.blocks[block_id] for block_id in row] for row in right.block_ids)
         is_empty = not any(blocks)
         answers.upstream = (upstream.empty_kv_cache_blocks if is_empty else UpstreamBlocks(blocks), right.num_tokens)
+
+    def _lacks_a_windows_blocks(self, blocks: UpstreamBlocks, num_hit_tokens: int) -> bool:
+        rows = blocks.get_block_ids()
+        needed = [needed_positions(self.setup, group_id, num_hit_tokens) for group_id in range(len(rows))]
+        return deviations.lacks_a_windows_blocks(self.setup, rows, needed)
 
     def _compare_with_rule(self, right: Hit, ours: Any) -> None:
         if isinstance(ours, Raised):

@@ -21,6 +21,8 @@ HAS_GATE = hasattr(KVCacheManager, "can_fit_full_sequence")
 NAMES_NEW_BLOCKS = hasattr(KVCacheManager, "take_new_block_ids")
 # Whether it has every image's place in its key, and keys a block right.
 PLACES_IMAGES = is_since("0.19.0")
+# Whether a window's hit that a drafter's drop left between two block ends of the other groups is cut to such an end.
+CUTS_AGAIN = is_since("0.19.1")
 
 # Id (of faults.md; U: found by lockstep) -> what triggers it.
 TRIGGERS = {
@@ -40,6 +42,8 @@ TRIGGERS = {
 }
 if HAS_GATE:
     TRIGGERS["F18"] = "can_fit_full_sequence refuses a request for which nobody's end makes room"
+if CUTS_AGAIN:
+    TRIGGERS["D4"] = "eagle and a window of smaller blocks: upstream's hit lacks blocks that the next token looks at"
 if PLACES_IMAGES:
     del TRIGGERS["F4"]  # mended there, as far as events of this traffic go
 if not NAMES_NEW_BLOCKS:
@@ -118,6 +122,23 @@ def drops_blocks_repeatedly(setup: Setup) -> bool:
     has_one_full = num_attention_specs == 1 and any(group.is_full for group in setup.groups)
     is_asked_once = has_one_full and len(set(setup.groups)) <= 2 and not has_equal_specs(setup)
     return setup.use_eagle and len(setup.groups) > 1 and kinds != {"mamba"} and not is_asked_once
+
+
+def lacks_a_windows_blocks(setup: Setup, rows: Sequence[Sequence[int]], needed: Sequence[range]) -> bool:
+    """D4: eagle, and a sliding window whose hit was cut again, behind the blocks that were found for it.
+
+    Args:
+        rows: by group, the block ids of upstream's hit.
+        needed: by group, where the token after the hit looks.
+    """
+    return (
+        CUTS_AGAIN
+        and setup.use_eagle
+        and any(
+            group.kind == "sliding" and not all(row[position] for position in positions)
+            for group, row, positions in zip(setup.groups, rows, needed, strict=True)
+        )
+    )
 
 
 def has_equal_specs(setup: Setup) -> bool:
