@@ -149,6 +149,14 @@ def test_every_image_can_have_its_place() -> None:
     assert block_hasher(4, hash_function, lambda: FIRST_PARENT, digest_embeds, places_images=True)(moved) != placed
 
 
+@pytest.mark.parametrize(("offset", "placed"), [(3, [(("X", 3),), None]), (4, [None, None]), (5, [None, (("X", 1),)])])
+def test_an_image_without_tokens(offset: int, placed: list[Any]) -> None:
+    """With places it is in no key where a block begins, as in 0.19. (Without: in that of the block that begins.)"""
+    request = HashedRequest(range(8), mm_features=[image("X", offset, 0)])
+    keys = ExtraKeys(request, digest_embeds, places_images=True)
+    assert [keys.of_block(0, 4), keys.of_block(4, 8)] == placed
+
+
 def test_blocks_whose_hashes_are_joined() -> None:
     request = HashedRequest(
         range(16),
