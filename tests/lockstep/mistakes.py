@@ -450,8 +450,8 @@ BY_MODULE = (
     mistake(
         "an image is in the keys of the blocks that it overlaps (F4)",
         "hashing._Images.of",
-        "[start + max(1, feature.mm_position.length)",
-        "[start + 1 + feature.mm_position.length",
+        "start + max(min_length, feature.mm_position.length)",
+        "start + 1 + feature.mm_position.length",
     ),
 )
 
