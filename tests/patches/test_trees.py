@@ -174,6 +174,19 @@ def test_no_vllm_there(name: str, found: str, tmp_path: Path, capsys: pytest.Cap
     assert line.endswith(f"{tmp_path / name}: {found}")
 
 
+@pytest.mark.parametrize("name", ["check", "apply", "revert"])
+def test_a_version_that_cannot_be_read_is_one_line(
+    name: str, tree_0_17: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tree_0_17 / "vllm" / "_version.py"
+    path.write_bytes(b"# \xff\n")
+    before = contents(tree_0_17)
+    assert kvplug(name, tree_0_17) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"DIR: expected to read the version in {path}, found 'utf-8' codec" in line
+    assert contents(tree_0_17) == before
+
+
 def test_without_git(tree_0_17: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("PATH", "")
     assert kvplug("check", tree_0_17) == 1

@@ -114,7 +114,7 @@ class Tree:
         """The tree of a source folder, of site-packages, or of the package itself.
 
         Raises:
-            UsageError: no vLLM there.
+            UsageError: no vLLM there, or its version cannot be read.
         """
         top = given.resolve()
         if not (top / "vllm" / "__init__.py").is_file():
@@ -127,7 +127,10 @@ class Tree:
                 )
         for name in ("vllm/_version.py", "PKG-INFO"):
             path = top / name
-            found_version = _VERSION.search(path.read_text()) if path.is_file() else None
+            try:
+                found_version = _VERSION.search(path.read_text(encoding="utf-8")) if path.is_file() else None
+            except (OSError, ValueError) as error:
+                raise UsageError(f"DIR: expected to read the version in {path}, found {error}") from None
             if found_version is not None:
                 return cls(top, found_version["version"])
         return cls(top, None)
