@@ -94,6 +94,14 @@ def test_what_is_no_class_has_no_traces_and_shadows(factory: Any, tmp_path: Path
         settle({"kv_cache_manager": "partial"})
 
 
+def test_what_is_no_name_is_refused_as_without_the_patch(factory: Any) -> None:
+    stated: Any = arguments("plain")
+    stated.kv_cache_manager = Plain
+    assert not patched_tree.is_vllms_alone(stated)
+    with pytest.raises(SettingsError, match=r"expected a name or 'module:Class', found <class .*Plain'>"):
+        settle({}, *patched_tree.stated(stated))
+
+
 def test_nothing_takes_a_name_of_ours(factory: Any) -> None:
     factory.register("kvplug", NO_CLASSES["partial"])
     assert not patched_tree.is_vllms_alone(arguments("kvplug"))

@@ -80,7 +80,7 @@ def is_vllms_alone(holder: Any) -> bool:
     be traced: nothing here may refuse it.
     """
     name = getattr(holder, NAME_FIELD, None)
-    if name is None or not is_there():
+    if not isinstance(name, str) or not is_there():  # what is no name at all, `settle` refuses
         return False
     from vllm_kvplug.settings import TraceSettings
     from vllm_kvplug.vllm_glue import registry, version
