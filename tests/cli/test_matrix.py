@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from tests.conformance.sdist import SDIST_SHA256
 from tests.matrix import __main__ as matrix
-from tests.matrix import environments, results
+from tests.matrix import environments, results, steps
 from vllm_kvplug.vllm_glue.version import BASELINE, SUPPORTED_VLLM_VERSIONS
 
 LATEST = SUPPORTED_VLLM_VERSIONS[-1]
@@ -88,3 +89,35 @@ def test_the_page_keeps_what_is_around_the_table(tmp_path: Path) -> None:
     page.write_text("no place")
     with pytest.raises(ValueError, match=r"page\.md: expected .* found no place"):
         results.write_page(page, "| a |")
+
+
+@pytest.mark.parametrize(
+    ("step", "status", "output", "expected"),
+    [
+        (steps.suites, 0, "glue 1\n1289 passed, 0 failed, 16 skipped", (True, "1,289 passed, 16 skipped")),
+        (steps.suites, 1, "3 passed, 2 failed, 0 skipped", (False, "3 passed, 2 failed, 0 skipped")),
+        (steps.suites, 1, "Traceback", (False, "exit status 1")),
+        (steps.suites, 2, "", (False, "exit status 2")),
+        (
+            steps.serving,
+            0,
+            "served by  kvplug 0.1.0 (...)\n 229 prompt tokens, 0 of them cached\n 228, 208 of them cached",
+            (True, "kvplug answers, 208 cached tokens"),
+        ),
+        (
+            steps.serving,
+            0,
+            "served by  upstream\n 229 prompt tokens, 0 of them cached\n 228, 208 of them cached",
+            (False, "upstream answers, 208 cached tokens"),
+        ),
+        (steps.serving, 1, "served by  kvplug", (False, "exit status 1")),
+        (steps.patched, 1, "", (False, "engines: exit status 1")),
+    ],
+)
+def test_what_a_step_tells(
+    step: Any, status: int, output: str, expected: tuple[bool, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = subprocess.CompletedProcess([], status, output)
+    monkeypatch.setattr(steps, "_run", lambda *_, **__: done)
+    told = step(BASELINE, steps.Options())
+    assert (told.ok, told.text) == expected

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.conformance import verdict
+from tests.conformance import survey, verdict
 from tests.conformance.__main__ import run_suite
 from tests.conformance.expectations import (
     SUITES,
@@ -134,3 +134,12 @@ def test_a_missing_replacement_is_found(capfd: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SuiteError, match="wrote no report"):
         run_candidate("incomplete")
     assert "does not replace: BlockPool" in capfd.readouterr().out
+
+
+def test_a_survey_of_the_baselines_series_would_change_its_lists_and_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(survey, "VLLM_VERSION", "0.17.0")
+    monkeypatch.setattr(survey, "_run", lambda *_: pytest.fail("the tests are run"))
+    with pytest.raises(SystemExit, match=r"the lists are those of the series of 0\.17\.1, found 0\.17\.0"):
+        survey.main()

@@ -18,7 +18,7 @@ from tests.glue.managers import Plain
 from tests.patches.test_register import new_file
 from vllm_kvplug.cli.fork_patches import register as patches
 from vllm_kvplug.errors import ContractError, SettingsError
-from vllm_kvplug.vllm_glue import patched_tree, registry, seams
+from vllm_kvplug.vllm_glue import patched_tree, registry, seams, version
 from vllm_kvplug.vllm_glue.choice import chosen, settle
 
 
@@ -100,6 +100,13 @@ def test_what_is_no_name_is_refused_as_without_the_patch(factory: Any) -> None:
     assert not patched_tree.is_vllms_alone(stated)
     with pytest.raises(SettingsError, match=r"expected a name or 'module:Class', found <class .*Plain'>"):
         settle({}, *patched_tree.stated(stated))
+
+
+def test_our_class_under_a_forks_name_is_not_left_unchecked(factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    factory.register("renamed", "vllm_kvplug.vllm_glue.manager:KVCacheManager")
+    monkeypatch.setattr(version, "is_supported", lambda: False)
+    assert not patched_tree.is_vllms_alone(arguments("renamed"))
+    assert patched_tree.is_vllms_alone(arguments("plain"))
 
 
 def test_nothing_takes_a_name_of_ours(factory: Any) -> None:

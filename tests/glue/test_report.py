@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,3 +118,16 @@ def test_what_cannot_be_told_stops_the_start_with_one_line(
         seams.SchedulerBuilder(scheduler_cls)(vllm_config=with_choice(name), kv_cache_config=kv_cache_config)
     assert message in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("scheduled", "batched", "long_prefill", "expected"),
+    [(None, 2048, 0, 2048), (100, 2048, 0, 100), (100, 2048, 30, 30), (None, 64, 128, 64)],
+)
+def test_a_step_computes_what_the_scheduler_allows(
+    scheduled: int | None, batched: int, long_prefill: int, expected: int
+) -> None:
+    """vLLM lowers the first for some drafters, below --max-num-batched-tokens."""
+    config = SimpleNamespace(max_num_batched_tokens=batched, long_prefill_token_threshold=long_prefill)
+    scheduler = SimpleNamespace(scheduler_config=config, max_num_scheduled_tokens=scheduled)
+    assert report.max_step_tokens(scheduler) == expected

@@ -140,12 +140,7 @@ def _run(
 
 
 def _demo(version: str, variables: Mapping[str, str]) -> Told:
-    command = environments.python_of(version).parent / "kvplug"
-    done = subprocess.run(
-        [str(command), "demo"], cwd=environments.ROOT, env=environments.variables(version) | dict(variables),
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False,
-    )  # fmt: skip
-    print(done.stdout, end="", flush=True)
+    done = _run(version, ["-m", "vllm_kvplug.cli.main", "demo"], variables, is_shown=False)
     if done.returncode != 0:
         return Told(False, f"exit status {done.returncode}")
     manager = re.search(r"^served by +(\S+)", done.stdout, re.MULTILINE)

@@ -86,7 +86,7 @@ def is_vllms_alone(holder: Any) -> bool:
     from vllm_kvplug.vllm_glue import registry, version
 
     if not version.is_supported():
-        return not registry.is_ours(name)
+        return not registry.is_ours(name) and not registry.is_ours(targets().get(name, name))
     return is_no_class(name) and TraceSettings.split(stated(holder)[1] or {})[0].trace is None
 
 
